@@ -121,7 +121,7 @@ class RankGrid:
         return sum(getattr(coord, a) * s for a, s in self._strides().items())
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along `axes` only, itself included, in ascending order."""
+        """The ranks that differ from `rank` along `axes` only, itself included, ascending."""
         self._check_axes(axes)
         strides, mine = self._strides(), self.coord(rank)
         base = rank - sum(getattr(mine, a) * strides[a] for a in axes)
@@ -129,7 +129,7 @@ class RankGrid:
         return tuple(sorted(base + sum(offsets) for offsets in product(*steps)))
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """All groups along `axes`, by their first rank: one table in the same order on every rank."""
+        """All groups along `axes`, by first rank: one table, in one order on every rank."""
         self._check_axes(axes)
         strides = self._strides()
         others = [a for a in AXES if a not in axes]

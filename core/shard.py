@@ -35,7 +35,7 @@ class Shard:
         if self.dim is not None and not 0 <= self.dim < len(self.shape):
             raise ValueError(f"dim {self.dim} is outside the shape {self.shape}")
         if self.padded and (self.dim is None or self.padded < self.shape[self.dim]):
-            raise ValueError(f"padded {self.padded} does not fit shape {self.shape}, dim {self.dim}")
+            raise ValueError(f"padded {self.padded} does not fit {self.shape}, dim {self.dim}")
 
     @property
     def full_length(self) -> int:

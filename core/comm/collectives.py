@@ -293,4 +293,5 @@ def _object_device(group: Group) -> torch.device:
     """gloo talks from host memory, everything else from the current accelerator."""
     if dist.get_backend(group.handle) == "gloo":
         return torch.device("cpu")
-    return torch.device(torch.accelerator.current_accelerator(), torch.accelerator.current_device_index())
+    accelerator = torch.accelerator.current_accelerator()
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

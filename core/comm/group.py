@@ -50,7 +50,9 @@ class Group:
         return cls(name, (rank,), 0, Ledger() if ledger is None else ledger)
 
     @classmethod
-    def of(cls, process_group: object, name: str = "external", ledger: Ledger | None = None) -> Group:
+    def of(
+        cls, process_group: object, name: str = "external", ledger: Ledger | None = None
+    ) -> Group:
         """Wrap a torch ProcessGroup that a fork brings along.
 
         A wrapper is made once for each process group, so that its ledger is one and the same.
@@ -66,4 +68,25 @@ class Group:
         return group
 
 
-_WRAPPED: dict[int, Group] = {}  # id(ProcessGroup) -> Group; entries hold the group, so ids stay valid
+_WRAPPED: dict[int, Group] = {}  # by id(ProcessGroup); an entry holds it, so the id stays valid
+
+
+def create_groups(
+    name: str,
+    table: tuple[tuple[int, ...], ...],
+    rank: int,
+    ledger: Ledger,
+    cache: dict[tuple[int, ...], object],
+) -> Group:
+    """Create a communicator for every row of `table` longer than one, and return mine.
+
+    Collective over the world: every rank calls it with the same table, in the same order. Rows that
+    `cache` (ranks -> ProcessGroup) already holds are shared, not created again. A rank in no row
+    gets a group of its own.
+    """
+    for ranks in table:
+        if len(ranks) > 1 and ranks not in cache:
+            cache[ranks] = dist.new_group(list(ranks))
+    mine = next((ranks for ranks in table if rank in ranks), (rank,))
+    handle = cache[mine] if len(mine) > 1 else None
+    return Group(name, mine, mine.index(rank), ledger, handle)
