@@ -35,8 +35,9 @@ if [ ! -x .venv/bin/python ] || ! .venv/bin/python -m pip --version >/dev/null 2
 fi
 rm -f "$stamp"
 echo "setup: installing requirements.txt (torch is large: a minute or more the first time)"
-quiet=(--quiet --disable-pip-version-check)
-.venv/bin/python -m pip install "${quiet[@]}" -r requirements.txt
-.venv/bin/python -m pip install "${quiet[@]}" --no-deps --no-build-isolation --editable .
+options=(--disable-pip-version-check)
+[ -t 1 ] || options+=(-qq)  # pip's progress bars are for a terminal; errors are shown anyway
+.venv/bin/python -m pip install "${options[@]}" -r requirements.txt
+.venv/bin/python -m pip install "${options[@]}" --no-deps --no-build-isolation --editable .
 echo "$wanted" >"$stamp"
 echo "setup: done"
