@@ -1,0 +1,131 @@
+"""Which tokens make training sample n: packing and shuffling as 64-bit arithmetic in numpy.
+
+One epoch is the documents in an order drawn from (seed, epoch), joined to one stream of T tokens;
+the epochs follow each other without a gap. Window k of this endless stream is the seq_length + 1
+tokens from k * seq_length on, so that neighbours share one token: every token is a label exactly
+once per epoch. The windows that start in one epoch are shuffled among each other, again from (seed,
+epoch), except the last one, which reaches into the next epoch and stays last, so that nothing is
+seen twice before all has been seen. With 2 documents of 3 and 4 tokens and seq_length 2:
+
+    documents        a0 a1 a2  b0 b1 b2 b3
+    epoch 0 (b, a)   b0 b1 b2 b3 a0 a1 a2        epoch 1 (a, b)   a0 a1 a2 b0 ...
+    windows          [b0 b1 b2]  [b2 b3 a0]  [a0 a1 a2]  [a2 | a0 a1]      [a1 a2 b0] ...
+
+Sample n therefore depends on (seed, documents, n) alone, not on how many samples a run asks for,
+and is found without replaying any other. Imports numpy only. data/gpt.py reads the tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.indexed import DataError
+
+DOCUMENTS, SAMPLES = 0, 1  # the two shuffles of an epoch draw from different streams
+
+
+def permutation(count: int, seed: int, epoch: int, stream: int) -> np.ndarray:
+    """int64 [count]: a random order of 0 .. count - 1 as a function of (seed, epoch, stream).
+
+    Sorts random words that carry their index in the low bits. Philox words are fixed by their
+    definition, so the order is the same on every machine and numpy version (numpy's own
+    `permutation` promises no such thing), and sorting is twice as fast as swapping at millions of
+    entries.
+    """
+    key = np.array([seed % 2**64, epoch << 8 | stream], np.uint64)
+    words = np.random.Philox(key=key).random_raw(count)
+    bits = np.uint64(max(count - 1, 1).bit_length())
+    words = words >> bits << bits | np.arange(count, dtype=np.uint64)
+    words.sort()
+    return (words & (np.uint64(1) << bits) - np.uint64(1)).view(np.int64)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The order of one epoch.
+
+    starts   int64 [documents]      where each document starts in the file, in shuffled order
+    bounds   int64 [documents + 1]  where each starts in the epoch's stream, and the stream's end
+    samples  int64 [windows]        the window each sample takes, counted from the epoch's first
+    """
+
+    starts: np.ndarray
+    bounds: np.ndarray
+    samples: np.ndarray
+
+
+class SampleIndex:
+    """Finds the tokens of any sample.
+
+    document_offsets  int64 [documents + 1]; document d starts at token offsets[d] of the file
+    seq_length        s; a sample has s + 1 tokens
+    seed              fixes both shuffles
+
+    Raises DataError when the documents together are shorter than one sample.
+    """
+
+    def __init__(self, document_offsets: np.ndarray, seq_length: int, seed: int):
+        lengths = np.diff(document_offsets)
+        filled = np.flatnonzero(lengths)  # empty documents take no part
+        self._starts, self._lengths = document_offsets[filled], lengths[filled]
+        self.tokens_per_epoch = int(document_offsets[-1] - document_offsets[0])
+        if self.tokens_per_epoch < seq_length + 1:
+            raise DataError(
+                f"{len(lengths)} documents hold {self.tokens_per_epoch} tokens, fewer than the "
+                f"{seq_length + 1} of one sample at --seq-length {seq_length}; use more data or a "
+                "shorter sequence"
+            )
+        self.seq_length = seq_length
+        self.seed = seed
+        self._epochs: dict[int, Epoch] = {}
+
+    def epoch_of(self, n: int) -> int:
+        """The epoch that sample n belongs to."""
+        return n * self.seq_length // self.tokens_per_epoch
+
+    def first_sample(self, epoch: int) -> int:
+        """The smallest n with n * seq_length >= epoch * tokens_per_epoch."""
+        return -(-epoch * self.tokens_per_epoch // self.seq_length)
+
+    def pieces(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """int64 starts and stops: the token ranges of the file that joined make sample n."""
+        if n < 0:
+            raise IndexError(f"sample {n}: samples count from 0")
+        epoch = self.epoch_of(n)
+        first = self.first_sample(epoch)
+        window = first + int(self.epoch(epoch).samples[n - first])
+        start = window * self.seq_length - epoch * self.tokens_per_epoch
+        stop = start + self.seq_length + 1
+        starts, stops = _cut(self.epoch(epoch), start, min(stop, self.tokens_per_epoch))
+        if stop > self.tokens_per_epoch:
+            more = _cut(self.epoch(epoch + 1), 0, stop - self.tokens_per_epoch)
+            starts, stops = np.append(starts, more[0]), np.append(stops, more[1])
+        return starts, stops
+
+    def epoch(self, number: int) -> Epoch:
+        """The order of epoch `number`; the two used last are kept."""
+        found = self._epochs.get(number)
+        if found is None:
+            found = self._shuffle(number)
+            kept = list(self._epochs.items())[-1:]
+            self._epochs = dict([*kept, (number, found)])
+        return found
+
+    def _shuffle(self, number: int) -> Epoch:
+        documents = permutation(len(self._lengths), self.seed, number, DOCUMENTS)
+        bounds = np.zeros(len(documents) + 1, np.int64)
+        np.cumsum(self._lengths[documents], out=bounds[1:])
+        windows = self.first_sample(number + 1) - self.first_sample(number)
+        samples = np.append(permutation(windows - 1, self.seed, number, SAMPLES), windows - 1)
+        return Epoch(self._starts[documents], bounds, samples)
+
+
+def _cut(epoch: Epoch, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """File ranges of tokens start .. stop - 1 of an epoch's stream."""
+    first = int(epoch.bounds.searchsorted(start, "right")) - 1
+    last = int(epoch.bounds.searchsorted(stop, "left"))
+    bounds = epoch.bounds[first : last + 1]
+    shift = epoch.starts[first:last] - bounds[:-1]  # from the stream to the file
+    return np.maximum(bounds[:-1], start) + shift, np.minimum(bounds[1:], stop) + shift

@@ -1,0 +1,102 @@
+"""GPT samples: splits, packing, end-of-document flags."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.gpt import GPTDataset, gpt_sample, split_documents
+from data.indexed import DataError, IndexedBuilder
+
+EOD = 0
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    """20 documents of 1..20 tokens, each closed by EOD; an empty one between."""
+    with IndexedBuilder(tmp_path / "a", np.uint16) as builder:
+        for d in range(20):
+            builder.add(np.array([100 * (d + 1) + i for i in range(d)] + [EOD]))
+        builder.add(np.array([], np.int64))
+    return tmp_path / "a"
+
+
+def test_split_is_megatrons():
+    assert split_documents("969,30,1", 1000) == (range(969), range(969, 999), range(999, 1000))
+    assert split_documents("1", 7) == (range(7), range(7, 7), range(7, 7))
+    assert split_documents("0.5,0.5", 3) == (range(2), range(2, 3), range(3, 3))
+    assert split_documents("9998,1,1", 10) == (range(10), range(10, 10), range(10, 10))  # C052
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=3), st.integers(0, 10**12))
+def test_split_covers_every_document_once(shares, documents):
+    if sum(shares) == 0:
+        return
+    parts = split_documents(",".join(map(str, shares)), documents)
+    assert parts[0].start == 0 and parts[2].stop == documents
+    assert parts[0].stop == parts[1].start and parts[1].stop == parts[2].start
+    for part, share in zip(parts, [*shares, 0, 0]):
+        assert abs(len(part) - documents * share / sum(shares)) <= 1 + documents * 1e-15
+
+
+@pytest.mark.parametrize("split", ["", "0,0,0", "a,b", "1,2,3,4", "-1,2", "1,,2", "1/0"])
+def test_split_refused(split):
+    with pytest.raises(DataError, match="--split"):
+        split_documents(split, 10)
+
+
+def test_labels_are_the_next_tokens(prefix):
+    data = GPTDataset(prefix, None, 7, seed=1)
+    for n in range(60):
+        sample, window = data[n], data.window(n)
+        assert len(window) == 8
+        assert sample["tokens"].tolist() == window[:-1].tolist()
+        assert sample["labels"].tolist() == window[1:].tolist()
+        assert sample["loss_mask"].tolist() == [1] * 7 and sample["loss_mask"].dtype == np.float32
+        assert sample["position_ids"].tolist() == list(range(7))
+        assert all(sample[key].dtype == np.int64 for key in ("tokens", "labels", "position_ids"))
+        assert "document_ids" not in sample
+
+
+def test_a_split_reads_only_its_documents(prefix):
+    parts = [GPTDataset(prefix, d, 5, seed=1) for d in split_documents("10,5,5", 20)]
+    seen = [{int(t) // 100 for n in range(60) for t in part.window(n)} - {0} for part in parts]
+    assert seen == [set(range(2, 11)), set(range(11, 16)), set(range(16, 21))]
+
+
+def test_sample_depends_on_seed_and_n_alone(prefix):
+    """C059: the same n is the same data for any order, count or restart; another seed is not."""
+    data, again = (GPTDataset(prefix, None, 7, seed=1) for _ in range(2))
+    forwards = [data.window(n).tolist() for n in range(100)]
+    assert [again.window(n).tolist() for n in reversed(range(100))] == forwards[::-1]
+    other = GPTDataset(prefix, None, 7, seed=2)
+    assert [other.window(n).tolist() for n in range(100)] != forwards
+
+
+def test_end_of_document_flags():
+    window = np.array([5, EOD, 6, 7, EOD, EOD, 8], np.uint16)
+    flags = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+    sample = gpt_sample(window, 6, eod=EOD, **flags)
+    assert sample["tokens"].tolist() == [5, 0, 6, 7, 0, 0]
+    assert sample["position_ids"].tolist() == [0, 1, 0, 1, 2, 0]
+    assert sample["document_ids"].tolist() == [0, 0, 1, 1, 1, 2]
+    assert sample["loss_mask"].tolist() == [1, 0, 1, 1, 0, 0]
+
+
+def test_padding_is_known_by_position_not_by_value():
+    """C058: padding has the value of the end of document, and a real one keeps its loss."""
+    sample = gpt_sample(np.array([5, EOD, 6, EOD]), 6, eod=EOD)
+    assert sample["tokens"].tolist() == [5, EOD, 6, 0, 0, 0]
+    assert sample["labels"].tolist() == [EOD, 6, EOD, 0, 0, 0]
+    assert sample["loss_mask"].tolist() == [1, 1, 1, 0, 0, 0]
+    reset = gpt_sample(np.array([5, EOD, 6, EOD]), 6, eod=EOD, reset_attention_mask=True)
+    assert reset["document_ids"].tolist() == [0, 0, 1, 1, 1, 1]
+
+
+def test_refusals_name_the_way_out(prefix):
+    with pytest.raises(DataError, match="fewer than the 501"):
+        GPTDataset(prefix, None, 500, seed=1)
+    with pytest.raises(DataError, match="0 documents hold 0 tokens"):
+        GPTDataset(prefix, range(0), 5, seed=1)
+    with pytest.raises(DataError, match="--tokenizer-type"):
+        GPTDataset(prefix, None, 5, seed=1, eod_mask_loss=True)
