@@ -20,7 +20,7 @@ def parameters(config: GPTConfig) -> dict[str, int]:
         norms                2 per layer, 1 at the end, and with --qk-layernorm 2 of width d
         output               v h              untied only
     """
-    h, f, d, layers = config.hidden_size, config.ffn_size, config.head_dim, config.num_layers
+    h, f, d, layers = config.hidden_size, config.ffn_width, config.head_dim, config.num_layers
     query, qkv = _projection_sizes(config)
     ways_in = 2 if config.swiglu else 1
     linear_bias = not config.disable_bias_linear
@@ -49,7 +49,7 @@ def flops_per_token(config: GPTConfig, *, causal: bool = True) -> int:
 
         forward = 2 (weights of the linears and of the output matrix) + 4 a d (s/2 or s) l
     """
-    h, f, s = config.hidden_size, config.ffn_size, config.seq_length
+    h, f, s = config.hidden_size, config.ffn_width, config.seq_length
     query, qkv = _projection_sizes(config)
     linears = h * (qkv + query) + (3 if config.swiglu else 2) * h * f
     attention = 2 * query * s if causal else 4 * query * s
