@@ -1,6 +1,7 @@
 """The .bin/.idx format, byte by byte, and what is refused."""
 
 import struct
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -48,12 +49,12 @@ def test_documents_of_sequences_come_back(tmp_path_factory, documents):
     prefix = tmp_path_factory.mktemp("d") / "a"
     with IndexedBuilder(prefix, np.uint16) as builder:
         for document in documents:
-            builder.add(np.array(sum(document, []), np.int64), [len(s) for s in document])
+            builder.add(np.array(list(chain(*document)), np.int64), [len(s) for s in document])
     data = IndexedDataset(prefix)
     assert [data.document(d).tolist() for d in range(data.num_documents)] == [
-        sum(document, []) for document in documents
+        list(chain(*document)) for document in documents
     ]
-    assert [data[i].tolist() for i in range(len(data))] == sum(documents, [])
+    assert [data[i].tolist() for i in range(len(data))] == list(chain(*documents))
     offsets = data.document_offsets()
     assert offsets.dtype == np.int64
     assert np.diff(offsets).tolist() == [sum(map(len, document)) for document in documents]
@@ -90,9 +91,9 @@ def test_missing_files(tmp_path):
     with pytest.raises(DataError, match=r"a\.idx does not exist"):
         IndexedDataset(tmp_path / "a")
     write(tmp_path / "a_text_document", [[1]])
-    with pytest.raises(DataError, match="there is .*a_text_document"):
+    with pytest.raises(DataError, match=r"there is .*a_text_document"):
         IndexedDataset(tmp_path / "a")
-    with pytest.raises(DataError, match="without the ending: .*a_text_document$"):
+    with pytest.raises(DataError, match=r"without the ending: .*a_text_document$"):
         IndexedDataset(tmp_path / "a_text_document.bin")
     (tmp_path / "a_text_document.bin").unlink()
     with pytest.raises(DataError, match=r"a_text_document\.bin does not exist"):

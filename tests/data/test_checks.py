@@ -1,0 +1,65 @@
+"""Every bad input of a start gets its sentence."""
+
+import numpy as np
+import pytest
+
+from data.checks import problems, token_range
+from data.indexed import IndexedBuilder
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    with IndexedBuilder(tmp_path / "a", np.uint16) as builder:
+        for d in range(10):
+            builder.add(np.arange(d, d + 10))
+    return tmp_path / "a"
+
+
+def test_good_data_has_no_problem(prefix):
+    assert list(problems(prefix, 9, 19, "8,1,1", ("train", "valid", "test"))) == []
+
+
+def test_missing(tmp_path):
+    (sentence,) = problems(tmp_path / "none", 8)
+    assert "none.idx does not exist" in sentence
+
+
+def test_vocabulary_smaller_than_the_data(prefix):
+    (sentence,) = problems(prefix, 9, 18)
+    assert "token id 18, outside the vocabulary of 18 tokens" in sentence
+
+
+def test_negative_and_float_tokens(tmp_path):
+    with IndexedBuilder(tmp_path / "n", np.int32) as builder:
+        builder.add(np.array([-1, 2, 3]))
+    (sentence,) = problems(tmp_path / "n", 2, 18, "1")
+    assert "token id -1" in sentence
+    with IndexedBuilder(tmp_path / "f", np.float32) as builder:
+        builder.add(np.array([1.0, 2, 3]))
+    (sentence,) = problems(tmp_path / "f", 2, 18, "1")
+    assert "float32 values" in sentence
+
+
+def test_empty_split_that_is_asked_for(prefix):
+    """C052: a split without tokens is refused when evaluation needs it, else it is nobody's
+    matter."""
+    assert list(problems(prefix, 9, split="9998,1,1")) == []
+    sentences = list(problems(prefix, 9, split="9998,1,1", needed=("train", "valid", "test")))
+    assert len(sentences) == 2
+    assert "gives valid 0 of 10 documents with 0 tokens" in sentences[0]
+
+
+def test_all_problems_at_once(prefix):
+    sentences = list(problems(prefix, 1000, 5, "8,1,1", ("train", "valid")))
+    assert len(sentences) == 3 and "80 tokens" in sentences[0] and "takes 1001" in sentences[0]
+
+
+def test_bad_split_is_a_sentence(prefix):
+    assert any("--split x" in sentence for sentence in problems(prefix, 9, split="x"))
+
+
+def test_a_large_file_is_sampled_at_both_ends():
+    for place in (0, 99_999):
+        tokens = np.zeros(100_000, np.uint16)
+        tokens[place] = 7
+        assert token_range(tokens, budget=32_768) == (0, 7)

@@ -1,0 +1,136 @@
+"""scripts/preprocess_data.py from its command line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.indexed import IndexedDataset
+from scripts import build_corpus, preprocess_data
+
+ROOT = Path(__file__).resolve().parents[2]
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
+
+
+def jsonl(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def run(tmp_path, *flags, prefix="out"):
+    return preprocess_data.main([*flags, *NULL, "--output-prefix", str(tmp_path / prefix)])
+
+
+def test_empty_texts_first_middle_and_last(tmp_path, capsys):
+    """C055: an empty text as the first record crashed a preprocessor that appends end tokens."""
+    source = jsonl(tmp_path / "a.jsonl", ["", "1 2", " ", "3", ""])
+    assert run(tmp_path, "--input", source, "--append-eod", "--workers", "1") == 0
+    data = IndexedDataset(tmp_path / "out_text_document")
+    assert [data[i].tolist() for i in range(len(data))] == [[1, 2, 1000], [3, 1000]]
+    assert "3 empty texts and 0 bad lines skipped" in capsys.readouterr().out
+
+
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    texts = [" ".join(map(str, rng.integers(0, 1000, n))) for n in rng.integers(0, 400, 1500)]
+    source = jsonl(tmp_path / "a.jsonl", texts)
+    files = []
+    for workers in ("1", "2", "3"):
+        flags = ("--input", source, "--workers", workers, "--append-eod")
+        assert run(tmp_path, *flags, prefix=workers) == 0
+        stem = tmp_path / f"{workers}_text_document"
+        files.append([Path(f"{stem}{ending}").read_bytes() for ending in (".bin", ".idx")])
+    assert files[0] == files[1] == files[2]
+    data = IndexedDataset(tmp_path / "1_text_document")
+    assert [data[i][:-1].tolist() for i in range(len(data))] == [
+        list(map(int, text.split())) for text in texts if text
+    ]
+
+
+def test_keys_and_patterns(tmp_path):
+    for name, value in (("b", 2), ("a", 1)):
+        record = {"text": f"{value}", "title": f"{value}0"}
+        (tmp_path / f"in_{name}.jsonl").write_text(json.dumps(record))
+    pattern = str(tmp_path / "in_*.jsonl")
+    assert run(tmp_path, "--input", pattern, "--json-keys", "text", "title", "--workers", "1") == 0
+    for key, expected in (("text", [1, 2]), ("title", [10, 20])):
+        assert IndexedDataset(tmp_path / f"out_{key}_document").tokens.tolist() == expected
+
+
+def test_bad_line_stops_and_leaves_nothing(tmp_path, capsys):
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "1"}\n{"txt": "2"}\n{"text": "3"}\n')
+    assert run(tmp_path, "--input", str(source), "--workers", "2") == 2
+    assert "a.jsonl line 2: no key 'text'" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+    assert run(tmp_path, "--input", str(source), "--workers", "1", "--on-bad-line", "skip") == 0
+    captured = capsys.readouterr()
+    assert "skipped: " in captured.err and "1 bad lines skipped" in captured.out
+    assert IndexedDataset(tmp_path / "out_text_document").tokens.tolist() == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "no text under key 'text' in 0 records"), ('{"text": ""}', "in 1 records")],
+)
+def test_nothing_to_write_is_an_error(tmp_path, capsys, content, message):
+    (tmp_path / "a.jsonl").write_text(content)
+    assert run(tmp_path, "--input", str(tmp_path / "a.jsonl"), "--workers", "1") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_missing_input(tmp_path, capsys):
+    assert run(tmp_path, "--input", str(tmp_path / "none.jsonl")) == 2
+    assert "none.jsonl does not exist" in capsys.readouterr().err
+
+
+def test_progress_starts_at_once(tmp_path, capsys):
+    """C100: users took a silent preprocessor for a hanging one."""
+    source = jsonl(tmp_path / "a.jsonl", ["1 2"])
+    assert run(tmp_path, "--input", source, "--workers", "1") == 0
+    first, second = capsys.readouterr().err.splitlines()
+    assert "MB to read with 1 worker" in first and "1 documents" in second and "s left" in second
+
+
+def test_help_imports_nothing_heavy():
+    """C095: tokenizing text took a GPU stack. No optional package may even be loaded."""
+    code = (
+        "import sys, scripts.preprocess_data\n"
+        "print([m for m in ('torch', 'tokenizers', 'transformers', 'triton') if m in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert shown.stdout.strip() == "[]", shown.stderr
+    script = [sys.executable, str(ROOT / "scripts" / "preprocess_data.py"), "--help"]
+    shown = subprocess.run(script, cwd="/", capture_output=True, text=True, timeout=20)
+    assert shown.returncode == 0 and "--append-eod" in shown.stdout
+
+
+def test_the_quickstart_chain_on_a_small_corpus(tmp_path):
+    """Corpus, tokenizer, tokens; the text comes back, document by document."""
+    pytest.importorskip("tokenizers")
+    from data.tokenizer import build_tokenizer
+    from scripts import train_tokenizer
+
+    sources = tmp_path / "lib" / "site-packages"
+    sources.mkdir(parents=True)
+    (sources / "left_out.py").write_text("x = 0\n")
+    texts = {f"m{i}.py": f"def f{i}(x):\n    return x + {i}\n" * 3 for i in range(20)}
+    for name, text in {**texts, "copy.py": texts["m3.py"], "empty.py": ""}.items():
+        (tmp_path / "lib" / name).write_text(text)
+    (tmp_path / "lib" / "latin.py").write_bytes(b"# \xe9\n")
+    corpus, model = str(tmp_path / "c.jsonl"), str(tmp_path / "tokenizer.json")
+    assert build_corpus.main(["--root", str(tmp_path / "lib"), "--output", corpus]) == 0
+    assert train_tokenizer.main(["--input", corpus, "--output", model, "--vocab-size", "300"]) == 0
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model, "--append-eod"]
+    prefix = str(tmp_path / "c")
+    argv = ["--input", corpus, "--output-prefix", prefix, "--workers", "1", *flags]
+    assert preprocess_data.main(argv) == 0
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=model)
+    data = IndexedDataset(f"{prefix}_text_document")
+    back = [tokenizer.decode(data[i][:-1]) for i in range(len(data))]
+    lines = [json.loads(line)["text"] for line in Path(corpus).read_text().splitlines()]
+    assert back == lines and sorted(back) == sorted(texts.values())
+    assert {int(data[i][-1]) for i in range(len(data))} == {tokenizer.eod}
