@@ -1,0 +1,229 @@
+"""Megatron-LM's flags that are no fields of ours, so that its scripts get an answer by name.
+
+Pure data: standard library only. core/config.py looks a typed flag up in its own fields first, then
+here; a flag that becomes a field leaves this file. Names are spelled as fields (num_experts).
+
+    OLD_SPELLINGS   stand for a flag we have
+    ACCEPTED        say what always holds here, or choose between implementations of one result:
+                    one line tells the user so
+    REFUSED         would change what is trained, stored or measured
+    FAMILIES        prefixes whose every flag is refused for one reason
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class OldSpelling(NamedTuple):
+    name: str  # the field it stands for
+    value: str
+    agrees: tuple[str, ...] = ()  # other values that it does not contradict
+
+
+class Accepted(NamedTuple):
+    why: str
+    only: tuple[str, ...] = ()  # the values that have no effect; empty: any, and no value
+    otherwise: str = ""  # what to do instead of another value
+
+
+OLD_SPELLINGS: dict[str, OldSpelling] = {
+    "use_rotary_position_embeddings": OldSpelling("position_embedding_type", "rope"),
+    "no_position_embedding": OldSpelling("position_embedding_type", "none", agrees=("rope",)),
+}
+
+
+def _by_reason(reasons: Mapping[str, str]) -> dict[str, str]:
+    """{reason: "a b c"} -> {"a": reason, "b": reason, "c": reason}"""
+    return {name: reason for reason, names in reasons.items() for name in names.split()}
+
+
+_ALWAYS = {
+    "there is one layer implementation, with torch's scaled_dot_product_attention": (
+        "use_mcore_models transformer_impl attention_backend use_flash_attn"
+    ),
+    "gradients are always accumulated and reduced in float32 (float64 under --fp64)": (
+        "accumulate_allreduce_grads_in_fp32"
+    ),
+    "the loss is always the mean over the kept tokens of the whole global batch": (
+        "calculate_per_token_loss"
+    ),
+    "a loss that is not finite always stops the run": "check_for_nan_in_loss_and_grad",
+    "norm weights are not decayed, so storing them as an offset from 1 gives the same model": (
+        "apply_layernorm_1p"
+    ),
+    "runs repeat bit for bit on CPU with no flag": "deterministic_mode",
+    "random values are functions of the seed and the sample; there is no state to keep": (
+        "no_load_rng no_save_rng te_rng_tracker"
+    ),
+    "which operations are fused does not change the result and is not a choice here": (
+        "cross_entropy_loss_fusion cross_entropy_fusion_impl no_masked_softmax_fusion "
+        "no_bias_gelu_fusion no_bias_swiglu_fusion no_rope_fusion no_gradient_accumulation_fusion "
+        "no_bias_dropout_fusion"
+    ),
+    "the attention mask is never built by the loader": "no_create_attention_mask_in_dataloader",
+    "samples are read by the training process itself": "num_workers",
+    "sample maps are computed in memory in about a second; nothing is cached": "data_cache_path",
+    "checkpoints have one format, which any layout can load": (
+        "ckpt_format use_dist_ckpt auto_detect_ckpt_format dist_ckpt_format "
+        "ckpt_fully_parallel_save no_ckpt_fully_parallel_save ckpt_fully_parallel_load "
+        "ckpt_assume_constant_structure dist_ckpt_optim_fully_reshardable"
+    ),
+    "names and shapes in a checkpoint are always compared in full": "dist_ckpt_strictness",
+    "the checkpoint's schedules always win, unless --override-opt-param-scheduler": (
+        "use_checkpoint_opt_param_scheduler"
+    ),
+    "the tokenizer is always the command line's": "no_use_tokenizer_model_from_checkpoint_args",
+    "there are no timers to combine; --metrics-file has each step's times": "timing_log_option",
+    "--tensorboard-dir always gets it": (
+        "log_timers_to_tensorboard log_validation_ppl_to_tensorboard "
+        "log_learning_rate_to_tensorboard log_loss_scale_to_tensorboard"
+    ),
+}
+
+_SINGLE = "leave it out, or give 1"
+ACCEPTED: dict[str, Accepted] = {
+    **{name: Accepted(reason) for name, reason in _by_reason(_ALWAYS).items()},
+    "context_parallel_size": Accepted("no context parallelism", ("1",), _SINGLE),
+    "expert_model_parallel_size": Accepted("every layer is dense", ("1",), _SINGLE),
+    "expert_tensor_parallel_size": Accepted("every layer is dense", ("1",), _SINGLE),
+    "num_distributed_optimizer_instances": Accepted(
+        "the optimizer is not sharded", ("1",), _SINGLE
+    ),
+    "data_parallel_sharding_strategy": Accepted(
+        "nothing is sharded over data parallel ranks yet", ("no_shard",), "give no_shard"
+    ),
+    "dataloader_type": Accepted(
+        "samples come in one fixed shuffled order", ("single",), "give single"
+    ),
+    "timing_log_level": Accepted("only whole steps are timed", ("0",), "give 0"),
+    "empty_unused_memory_level": Accepted("cached memory is kept", ("0",), "give 0"),
+    "cuda_graph_impl": Accepted("no graphs are captured", ("none",), "give none"),
+}
+
+
+_WITHOUT = "leave it out: the numbers are the same without it"
+REFUSED: dict[str, str] = _by_reason(
+    {
+        "not here yet; runs are float32, or float64 under --fp64": (
+            "bf16 fp16 loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis "
+            "grad_reduce_in_bf16 use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype "
+            "main_grads_dtype main_params_dtype"
+        ),
+        "pipeline parallelism is not here yet; raise --tensor-model-parallel-size instead": (
+            "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
+            "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
+            "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
+            "pipeline_model_parallel_layout no_overlap_p2p_communication "
+            "overlap_p2p_communication_warmup_flush "
+            "microbatch_group_size_per_virtual_pipeline_stage "
+            "pipeline_model_parallel_comm_backend defer_embedding_wgrad_compute"
+        ),
+        f"sharding over data parallel ranks is not here yet; {_WITHOUT}": (
+            "use_distributed_optimizer overlap_grad_reduce overlap_param_gather ddp_bucket_size "
+            "use_megatron_fsdp use_torch_fsdp2 overlap_param_gather_with_optimizer_step "
+            "ddp_num_buckets ddp_average_in_collective"
+        ),
+        f"recomputation is not here yet; {_WITHOUT}": (
+            "recompute_activations recompute_granularity recompute_method recompute_num_layers "
+            "recompute_modules distribute_saved_activations"
+        ),
+        f"not here yet; {_WITHOUT}": (
+            "tp_comm_overlap manual_gc manual_gc_interval async_save use_persistent_ckpt_worker "
+            "async_strategy high_priority_stream_groups nccl_ub use_nccl_ub use_sharp "
+            "disable_tp_comm_overlap_ag disable_tp_comm_overlap_rs disable_tp_comm_bulk_dgrad "
+            "disable_tp_comm_bulk_wgrad disable_tp_comm_split_ag disable_tp_comm_split_rs"
+        ),
+        "the check that the loss is finite cannot be turned off; leave the flag out": (
+            "no_check_for_nan_in_loss_and_grad"
+        ),
+        "not here yet; use --lr and --min-lr for all parameters": "decoupled_lr decoupled_min_lr",
+        "use --rampup-batch-size START INCREMENT SAMPLES": "step_batch_size_schedule",
+        "initial values depend on --seed alone; ranks cannot differ": "data_parallel_random_init",
+        "not here yet; use --exit-interval or --exit-duration-in-mins": (
+            "exit_signal_handler exit_signal"
+        ),
+        "not here yet; use --data-path with --split": (
+            "train_data_path valid_data_path test_data_path per_split_data_args_path "
+            "data_args_path multiple_validation_sets full_validation"
+        ),
+        "not here yet; give --tokenizer-type HuggingFaceTokenizer a tokenizer.json": (
+            "tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens "
+            "vocab_extra_ids tokenizer_metadata"
+        ),
+        "it belongs to pretrain_bert.py": (
+            "mask_prob short_seq_prob bert_no_binary_head bert_load titles_data_path"
+        ),
+        "not here yet; use --save-interval": "non_persistent_save_interval save_retain_interval",
+        "not here yet; use --load DIR --finetune": "pretrained_checkpoint",
+        "not here yet; repeat the flags of the saved run": "use_checkpoint_args",
+        "not here yet; --metrics-file and the log line have loss, gradient norm and times": (
+            "log_progress log_params_norm log_num_zeros_in_grad log_layer_grad_norms "
+            "tensorboard_log_interval tensorboard_queue_size log_memory_to_tensorboard "
+            "log_world_size_to_tensorboard log_max_attention_logit log_energy logging_level"
+        ),
+        "use --metrics-file, or --tensorboard-dir": "wandb_project wandb_exp_name wandb_entity",
+        "not here yet; --log-communication lists what ranks send": (
+            "profile use_pytorch_profiler record_memory_history log_straggler nvtx_ranges "
+            "memory_snapshot_path"
+        ),
+        "it is torchrun's: put it before pretrain_gpt.py, or use --nproc N": (
+            "nproc_per_node nnodes node_rank master_addr master_port rdzv_backend rdzv_endpoint "
+            "rdzv_id max_restarts standalone local_rank"
+        ),
+        "only --position-embedding-type rope with --use-rope-scaling stretches positions": (
+            "rotary_scaling_factor mscale mscale_all_dim original_max_position_embeddings"
+        ),
+        "every token attends to all earlier ones": "window_size window_attn_skip_freq",
+        "the scale of attention is 1/sqrt(head width) in every layer": (
+            "apply_query_key_layer_scaling softmax_scale attention_output_gate"
+        ),
+        "only dense GPT is supported, without expert layers": "num_experts",
+        "only multi-head and grouped-query attention is supported": (
+            "multi_latent_attention kv_lora_rank q_lora_rank qk_head_dim qk_pos_emb_head_dim "
+            "v_head_dim qk_clip"
+        ),
+        "only decoder models are supported; use --num-layers and --seq-length": (
+            "encoder_seq_length decoder_seq_length encoder_num_layers decoder_num_layers spec"
+        ),
+        "this script trains; it does not serve": "max_tokens_to_oom return_log_probs",
+        "cp is always 1": "cp_comm_type hierarchical_context_parallel_sizes",
+        "not here yet; replicas start equal and apply equal updates": (
+            "check_weight_hash_across_dp_replicas_interval"
+        ),
+    }
+)
+
+
+FAMILIES: dict[str, str] = {
+    "moe_": "only dense GPT is supported, without expert layers",
+    "fp8_": "fp8 is not supported; runs are float32, or float64 under --fp64",
+    "fp4_": "fp4 is not supported; runs are float32, or float64 under --fp64",
+    "wandb_": "use --metrics-file, or --tensorboard-dir",
+    "profile_": "not here yet; --log-communication lists what ranks send",
+    "recompute_": f"recomputation is not here yet; {_WITHOUT}",
+    "cuda_graph_": _WITHOUT,
+    "inference_": "this script trains; it does not serve",
+    "rl_": "reinforcement learning is not supported",
+    "mtp_": "multi-token prediction is not supported",
+    "mamba_": "only transformer layers are supported",
+    "hybrid_": "only transformer layers are supported",
+    "vision_": "only text is supported",
+    "rerun_": "not here yet; a loss that is not finite stops the run",
+}
+
+
+def accepted(name: str) -> Accepted | None:
+    return ACCEPTED.get(name)
+
+
+def refusal(name: str) -> str | None:
+    """Why a flag of Megatron's is refused and what to do; None for a name we do not know."""
+    if name in REFUSED:
+        return REFUSED[name]
+    return next((why for prefix, why in FAMILIES.items() if name.startswith(prefix)), None)
+
+
+def all_names() -> list[str]:
+    return [*OLD_SPELLINGS, *ACCEPTED, *REFUSED]

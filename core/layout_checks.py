@@ -1,0 +1,110 @@
+"""What does not fit between sections: the model, the run and the data against a number of ranks.
+
+Pure: standard library only. Each function yields one sentence per problem; a recipe hands them to
+`core.config.parse(checks=...)`, so that they are printed with everything else before any process
+group exists. The sections come as arguments: core knows no model and no data set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from core.grid import ParallelConfig
+from core.optimizer import schedule
+from core.optimizer.config import OptimizerConfig
+from core.train_config import TrainConfig
+
+
+class Model(Protocol):
+    """A model's config: its vocabulary, and what of it cannot be cut over tp ranks."""
+
+    vocab_size: int | None
+
+    def layout_problems(self, tp: int, sequence_parallel: bool) -> Iterator[str]: ...
+
+
+def run_problems(
+    model: Model,
+    parallel: ParallelConfig,
+    data: Tokens,
+    optimizer: OptimizerConfig,
+    train: TrainConfig,
+    world_size: int,
+) -> Iterator[str]:
+    """All of the checks below, for a world of `world_size` ranks."""
+    yield from layout_problems(model, parallel, train, world_size)
+    yield from schedule_problems(optimizer, train, _data_parallel_size(parallel, world_size) or 1)
+    yield from vocabulary_problems(model.vocab_size, data)
+
+
+def _data_parallel_size(parallel: ParallelConfig, world_size: int) -> int | None:
+    """What the world leaves, or None when it does not divide."""
+    ways = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    return world_size // ways if ways > 0 and world_size % ways == 0 else None
+
+
+def layout_problems(
+    model: Model, parallel: ParallelConfig, train: TrainConfig, world_size: int
+) -> Iterator[str]:
+    """Model, batch and world against tp x pp; dp is what the world leaves."""
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if tp < 1 or pp < 1:
+        return  # ParallelConfig.problems says so
+    if pp > 1:
+        yield (
+            f"--pipeline-model-parallel-size {pp} is not here yet; "
+            f"use 1, and raise --tensor-model-parallel-size instead"
+        )
+    yield from model.layout_problems(tp, parallel.sequence_parallel)
+    dp = _data_parallel_size(parallel, world_size)
+    if dp is None:
+        yield _world_problem(tp, pp, world_size)
+    yield from train.batch_problems(dp or 1)  # at dp 1: what no number of ranks would mend
+
+
+def _world_problem(tp: int, pp: int, world_size: int) -> str:
+    size, product = f"--tensor-model-parallel-size {tp}", tp
+    if pp > 1:
+        size += f" x --pipeline-model-parallel-size {pp} = {tp * pp}"
+        product *= pp
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    return (
+        f"{ranks} do{'es' if world_size == 1 else ''} not divide by {size}; "
+        f"start {product} ranks or a multiple (--nproc {product}, or torchrun)"
+    )
+
+
+def schedule_problems(optimizer: OptimizerConfig, train: TrainConfig, dp: int) -> Iterator[str]:
+    """The schedules' lengths against the run's, both in samples, on `dp` data parallel ranks."""
+    sections = (*optimizer.problems(), *train.problems(), *train.batch_problems(dp))
+    if not sections:
+        batches = train.batch_schedule(dp)
+        length = train.train_samples or batches.consumed_after(train.train_iters)
+        yield from schedule.problems(
+            optimizer, train_samples=length, global_batch_size=batches.full
+        )
+
+
+class Tokens(Protocol):
+    """A data set's config: how its vocabulary is known."""
+
+    data_path: tuple[str, ...] | None
+    tokenizer_type: str | None
+    eod_mask_loss: bool
+    reset_position_ids: bool
+    reset_attention_mask: bool
+
+
+def vocabulary_problems(vocab_size: int | None, data: Tokens) -> Iterator[str]:
+    """The vocabulary's size, and the end of document where a flag needs it, must be known."""
+    if data.tokenizer_type == "NullTokenizer" and vocab_size is None:
+        yield "--tokenizer-type NullTokenizer needs --vocab-size"
+    if not data.data_path or data.tokenizer_type is not None:
+        return
+    if vocab_size is None:
+        yield "--data-path needs --tokenizer-type, or --vocab-size N for data without a tokenizer"
+    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+        if getattr(data, name):
+            flag = f"--{name.replace('_', '-')}"
+            yield f"{flag} needs --tokenizer-type, which knows the end of a document"

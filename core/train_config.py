@@ -1,0 +1,214 @@
+"""The sections about a run as a whole: batches and length, checkpoints, logging, launch.
+
+Pure: standard library only. core/train.py, core/checkpoint, core/metrics.py and core/launch.py read
+them; the flags are Megatron's, but for those of LaunchConfig and a few of LoggingConfig.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from core.batch_schedule import BatchSchedule
+
+
+def _at_least(low: float, **values: float | None) -> Iterator[str]:
+    """One sentence for every value below `low`; None is absent."""
+    for name, value in values.items():
+        if value is not None and value < low:
+            yield f"--{name.replace('_', '-')} {value:g} must be {low:g} or more"
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """Batches and length of the run"""
+
+    micro_batch_size: int = field(metadata={"mock": 2})
+    """Samples of one forward on one data parallel rank."""
+    global_batch_size: int | None = field(default=None, metadata={"mock": 16})
+    """Samples of an optimizer step; by default micro batch x data parallel size."""
+    rampup_batch_size: tuple[int, int, int] | None = None
+    """START INCREMENT SAMPLES: grow from START by INCREMENT over the first SAMPLES samples."""
+    train_iters: int | None = field(default=None, metadata={"mock": 60, "unless": "train_samples"})
+    """Optimizer steps of all runs together: a resumed run keeps its command line."""
+    train_samples: int | None = None
+    """The same, counted in samples."""
+    exit_interval: int | None = None
+    """Save and leave once the iteration is a multiple of this."""
+    exit_duration_in_mins: float | None = None
+    """Save and leave after this many minutes."""
+    seed: int = 1234
+    """Of initial values, dropout and the order of samples."""
+    eval_interval: int | None = None
+    """Steps between validations; by default only at the end."""
+    eval_iters: int = field(default=100, metadata={"mock": 4})
+    """Batches of a validation; 0 turns it off."""
+    skip_train: bool = False
+    """Validate only."""
+
+    def problems(self) -> Iterator[str]:
+        yield from _at_least(
+            1,
+            micro_batch_size=self.micro_batch_size,
+            global_batch_size=self.global_batch_size,
+            train_iters=self.train_iters,
+            train_samples=self.train_samples,
+            exit_interval=self.exit_interval,
+            eval_interval=self.eval_interval,
+        )
+        yield from _at_least(0, eval_iters=self.eval_iters, seed=self.seed)
+        if self.exit_duration_in_mins is not None and self.exit_duration_in_mins <= 0:
+            yield f"--exit-duration-in-mins {self.exit_duration_in_mins:g} must be above 0"
+        if self.seed >= 1 << 63:
+            yield f"--seed {self.seed} must be below 2**63"
+        if self.train_iters is None and self.train_samples is None:
+            yield "no length: give --train-iters N, or --train-samples N"
+        if self.train_iters is not None and self.train_samples is not None:
+            yield (
+                f"--train-iters {self.train_iters} and --train-samples {self.train_samples} both "
+                f"say how long the run is; give one"
+            )
+
+    def batch_schedule(self, dp: int) -> BatchSchedule:
+        """Batch sizes on `dp` data parallel ranks."""
+        full = self.global_batch_size or self.micro_batch_size * dp
+        return BatchSchedule(self.micro_batch_size, dp, full, self.rampup_batch_size)
+
+    def last_iteration(self, dp: int) -> int:
+        """Optimizer steps of the whole run; with --train-samples, the whole steps that fit."""
+        if self.train_iters is not None:
+            return self.train_iters
+        return self.batch_schedule(dp).iterations_within(self.train_samples)
+
+    def batch_problems(self, dp: int) -> Iterator[str]:
+        """What does not divide on `dp` data parallel ranks."""
+        sizes = (self.micro_batch_size, self.global_batch_size)
+        if any(size is not None and size < 1 for size in sizes):
+            return
+        step = self.micro_batch_size * dp
+        unit = f"--micro-batch-size {self.micro_batch_size}"
+        unit += f" x data parallel size {dp} = {step}" if dp > 1 else ""
+        if self.global_batch_size is not None and self.global_batch_size % step:
+            yield (
+                f"--global-batch-size {self.global_batch_size} does not divide by {unit}; "
+                f"use {_multiples_around(self.global_batch_size, step)}"
+            )
+        if self.rampup_batch_size is not None:
+            ramp_problems = list(self._ramp_problems(step, unit, self.global_batch_size or step))
+            yield from ramp_problems
+            if ramp_problems:
+                return
+        first = self.batch_schedule(dp).size(0)
+        if self.train_samples is not None and self.train_samples < first:
+            yield (
+                f"--train-samples {self.train_samples} is less than one batch of {first}; "
+                f"use {first} or more"
+            )
+
+    def _ramp_problems(self, step: int, unit: str, full: int) -> Iterator[str]:
+        start, increment, samples = self.rampup_batch_size
+        ramp = f"--rampup-batch-size {start} {increment} {samples}"
+        if start < 1 or increment < 1 or samples < 0:
+            yield f"{ramp}: START and INCREMENT must be 1 or more, SAMPLES 0 or more"
+            return
+        for name, value in (("START", start), ("INCREMENT", increment)):
+            if value % step:
+                yield (
+                    f"{ramp}: {name} {value} does not divide by {unit}; "
+                    f"use {_multiples_around(value, step)}"
+                )
+        if start > full:
+            yield f"{ramp}: START {start} is above --global-batch-size {full}"
+        elif (full - start) % increment:
+            yield (
+                f"{ramp}: steps of {increment} from {start} miss --global-batch-size {full}; "
+                f"use a batch size of {start + (full - start) // increment * increment}"
+            )
+
+
+def _multiples_around(n: int, step: int) -> str:
+    below = n // step * step
+    return f"{below} or {below + step}" if below else f"{step}"
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """Checkpoints"""
+
+    save: str | None = None
+    """Directory to write to; also at the end of the run."""
+    load: str | None = None
+    """Directory to go on from; when it has no checkpoint the run starts fresh."""
+    save_interval: int | None = None
+    """Steps between saves."""
+    ckpt_step: int | None = None
+    """Load this step instead of the latest."""
+    finetune: bool = False
+    """Load the weights only and start at iteration 0."""
+    load_optim: bool = True
+    """Leave the optimizer's state behind."""
+    save_optim: bool = True
+    """Write checkpoints without the optimizer's state."""
+    exit_on_missing_checkpoint: bool = False
+    """Fail when --load has no checkpoint."""
+    override_opt_param_scheduler: bool = False
+    """The command line's schedules win over those in the checkpoint."""
+
+    def problems(self) -> Iterator[str]:
+        yield from _at_least(1, save_interval=self.save_interval)
+        yield from _at_least(0, ckpt_step=self.ckpt_step)
+        if self.save_interval is not None and self.save is None:
+            yield f"--save-interval {self.save_interval} does nothing without --save DIR"
+        if self.load is None:
+            for flag, typed in (
+                (f"--ckpt-step {self.ckpt_step}", self.ckpt_step is not None),
+                ("--finetune", self.finetune),
+                ("--override-opt-param-scheduler", self.override_opt_param_scheduler),
+                ("--exit-on-missing-checkpoint", self.exit_on_missing_checkpoint),
+            ):
+                if typed:
+                    yield f"{flag} does nothing without --load DIR"
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    """Logging"""
+
+    log_interval: int = field(default=100, metadata={"mock": 1})
+    """Steps between log lines."""
+    log_throughput: bool = False
+    """TFLOP/s per rank in the log line."""
+    metrics_file: str | None = None
+    """One JSON object a line for every step and validation."""
+    tensorboard_dir: str | None = None
+    """Events for TensorBoard, when it is installed."""
+    log_communication: bool = False
+    """Print every collective by group and operation at the end."""
+    progress_bar: bool = True
+    """No progress bar on a terminal."""
+
+    def problems(self) -> Iterator[str]:
+        yield from _at_least(1, log_interval=self.log_interval)
+
+
+@dataclass(kw_only=True)
+class LaunchConfig:
+    """Processes"""
+
+    nproc: int | None = None
+    """Start this many ranks on this machine, without torchrun."""
+    distributed_backend: Literal["gloo", "nccl"] | None = None
+    """By default nccl where there is a GPU for every rank, else gloo."""
+    distributed_timeout_minutes: float = 10.0
+    """How long a collective may take."""
+    rendezvous_timeout_seconds: float = 120.0
+    """How long the ranks may take to find each other."""
+    log_dir: str | None = None
+    """A file for every rank's output."""
+
+    def problems(self) -> Iterator[str]:
+        yield from _at_least(1, nproc=self.nproc)
+        for name in ("distributed_timeout_minutes", "rendezvous_timeout_seconds"):
+            if getattr(self, name) <= 0:
+                yield f"--{name.replace('_', '-')} {getattr(self, name):g} must be above 0"
