@@ -1,0 +1,399 @@
+"""Cross entropy of `hidden @ weight.T` for one rank's rows of the vocabulary, logits never whole.
+
+Imports torch only. Nothing here communicates: each method returns what this rank's rows give, and
+`core.tensor_parallel.output_loss` puts the ranks' parts together. `TorchLogits` below runs on CPUs
+and is the reference of `kernels.linear_cross_entropy_triton`, which has the same methods.
+
+With z_ij the logit of token i and vocabulary entry j, softcapped if asked for (z = c tanh(x / c)),
+V the real vocabulary, eps the label smoothing (torch's definition: eps / V on every class), y_i the
+target, w_i the token's weight and lambda the z-loss coefficient:
+
+    lse_i  = log sum_j exp z_ij                                      over all ranks
+    q_ij   = (1 - eps) [j = y_i] + eps / V                           the smoothed target
+    loss_i = lse_i - sum_j q_ij z_ij + lambda lse_i^2
+    H_i    = lse_i - sum_j p_ij z_ij, p_ij = exp(z_ij - lse_i)       the entropy
+
+    d loss_i / d z_ij = p_ij (1 + 2 lambda lse_i) - q_ij
+    d H_i    / d z_ij = -p_ij (H_i + z_ij - lse_i)
+    d z / d x         = 1 - (z / c)^2
+
+What leaves a rank is one or two numbers per token: its own log-sum-exp and its part of sum_j q z.
+The sums over ranks lose nothing: lse = logsumexp over ranks of the local ones.
+
+Read in this order: `LossTerms`, `TokenStats`, `TokenGradient`, `TorchLogits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+UPCAST_BYTES = 4 << 20  # weight rows that are cast to the accumulation type at once
+TILE_BYTES = 8 << 20  # logits that exist at once where they are recomputed
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """What shapes the loss besides the logits.
+
+    vocab_size       V, entries of the real vocabulary over all ranks
+    label_smoothing  eps in [0, 1)
+    z_loss           lambda
+    softcap          c, or None
+    """
+
+    vocab_size: int
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class TokenStats:
+    """One rank's share of n tokens, every tensor [n] in the accumulation type.
+
+    lse     log sum exp over my rows; -inf if I have none
+    score   my part of sum_j q_ij z_ij
+    top     my largest logit
+    target  the target's logit if it is mine, else 0
+    mean    sum_j exp(z_ij - lse) z_ij over my rows, only when the entropy is wanted
+    """
+
+    lse: Tensor
+    score: Tensor
+    top: Tensor
+    target: Tensor
+    mean: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TokenGradient:
+    """What turns the logits of n tokens into their gradient, every tensor [n].
+
+    lse             over all ranks
+    weight          gradient of the token's loss (its weight times what comes from above)
+    entropy         the token's entropy, and
+    entropy_weight  gradient of that entropy, when the entropy was used
+    """
+
+    lse: Tensor
+    weight: Tensor
+    entropy: Tensor | None = None
+    entropy_weight: Tensor | None = None
+
+    def map(self, cut: Callable[[Tensor], Tensor]) -> TokenGradient:
+        """The same of some of the tokens."""
+        every = (self.lse, self.weight, self.entropy, self.entropy_weight)
+        return TokenGradient(*(None if vector is None else cut(vector) for vector in every))
+
+    def factors(self, terms: LossTerms) -> tuple[Tensor, Tensor, Tensor | None]:
+        """a, b, c of d loss / d z_ij = a_i p_ij - b_i [j = y_i] - c_i; c is None if all zero."""
+        a = self.weight
+        if terms.z_loss:
+            a = a * (1 + 2 * terms.z_loss * self.lse)
+        if not terms.label_smoothing:
+            return a, self.weight, None
+        b = self.weight * (1 - terms.label_smoothing)
+        return a, b, self.weight * (terms.label_smoothing / terms.vocab_size)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Logits, softmax and gradient sums of `dtype` operands are kept in this type."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def local_target(target: Tensor, start: int, rows: int, ignore_index: int | None) -> Tensor:
+    """My row of each target, or -1 where it is another rank's or ignored.  [n] int64, both"""
+    mine = target - start
+    keep = (mine >= 0) & (mine < rows)
+    if ignore_index is not None:
+        keep &= target != ignore_index
+    return torch.where(keep, mine, -1)
+
+
+@dataclass
+class Slot:
+    """Memory for the logits of one chunk of tokens between the two halves of its work.
+
+    memory  flat, `rows x columns` at most; holds exp(z - shift), or z under a softcap
+    shift   [n] what was subtracted, set by the first half
+    """
+
+    memory: Tensor
+    shift: Tensor | None = None
+
+    def matrix(self, rows: int, columns: int) -> Tensor:
+        return self.memory[: rows * columns].view(rows, columns)
+
+
+class TorchLogits:
+    """Logits of my rows of the vocabulary, in chunks of tokens and tiles of columns.
+
+    weight  [v, h]  my rows, padding rows left out
+    bias    [v] or None
+
+    Low-precision operands: on a CPU tiles of the weight are cast up, since its low-precision
+    products round the logits to bf16 (an error of 6 % of p at a logit of 20) and are slow without
+    bf16 units; on a GPU the product is asked for in float32.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, terms: LossTerms) -> None:
+        self.weight = weight.detach()
+        self.dtype = accumulation_dtype(weight.dtype)
+        self.bias = None if bias is None else bias.detach().to(self.dtype)
+        self.terms = terms
+        self.rows, self.hidden_size = weight.shape
+        self.operand_dtype = weight.dtype if weight.is_cuda else self.dtype
+        self.smallest = torch.finfo(self.dtype).min
+
+    # ---- forward alone ------------------------------------------------------------------------
+
+    def statistics(self, hidden: Tensor, target: Tensor, *, entropy: bool = False) -> TokenStats:
+        """Online over tiles of columns: no more than TILE_BYTES of logits exist.
+
+        hidden [n, h]    target [n] from `local_target`
+        """
+        hidden = hidden.to(self.operand_dtype)
+        n = len(hidden)
+        top, total = self._vector(n, self.smallest), self._vector(n, 0)
+        found, linear, spread = (self._vector(n, 0) for _ in range(3))
+        for start, stop, tile in self._tiles(n):
+            logits = self._logits_into(tile, hidden, start, stop)
+            found += _at_target(logits, target, start)
+            if self.terms.label_smoothing:
+                linear += logits.sum(1)
+            higher = torch.maximum(top, logits.amax(1))
+            step = top - higher  # 0 or less
+            shrink = step.exp()
+            logits.sub_(higher.unsqueeze(1))
+            if entropy:  # spread = sum (z - top) exp(z - top); moving top by step moves every term
+                shifted = logits.clone()
+                spread = shrink * (spread + step * total) + shifted.mul_(logits.exp_()).sum(1)
+            else:
+                logits.exp_()
+            total = total * shrink + logits.sum(1)
+            top = higher
+        lse = top + total.log()
+        mean = torch.where(total > 0, top + spread / total, 0) if entropy else None
+        return TokenStats(lse, self._score(found, linear), top, found, mean)
+
+    # ---- both halves of a chunk whose gradient is formed in forward ---------------------------
+
+    def slot(self, tokens: int) -> Slot:
+        return Slot(torch.empty(tokens * self.rows, dtype=self.dtype, device=self.weight.device))
+
+    def exponentials(self, hidden: Tensor, target: Tensor, slot: Slot) -> TokenStats:
+        """First half: the chunk's statistics; its exponentials stay in the slot."""
+        n = len(hidden)
+        if not self.rows:
+            stats = self.statistics(hidden, target)
+            slot.shift = stats.top
+            return stats
+        logits = slot.matrix(n, self.rows)
+        self._logits_into(logits, hidden.to(self.operand_dtype), 0, self.rows)
+        found = _at_target(logits, target, 0)
+        linear = logits.sum(1) if self.terms.label_smoothing else None
+        top = logits.amax(1).clamp_(min=self.smallest)
+        slot.shift = top
+        if self.terms.softcap is None:
+            total = logits.sub_(top.unsqueeze(1)).exp_().sum(1)
+        else:  # the slot keeps z, which the softcap's derivative needs
+            total = torch.cat(
+                [(part - top[i:j, None]).exp_().sum(1) for i, j, part in _row_blocks(logits)]
+            )
+        return TokenStats(top + total.log(), self._score(found, linear), top, found)
+
+    def gradient(
+        self,
+        slot: Slot,
+        hidden: Tensor,
+        target: Tensor,
+        tokens: TokenGradient,
+        *,
+        dhidden: Tensor | None,
+        dweight: Tensor | None,
+        dbias: Tensor | None,
+    ) -> None:
+        """Second half: writes dhidden [n, h], adds to dweight [v, h] and dbias [v] where wanted."""
+        if not self.rows:
+            if dhidden is not None:
+                dhidden.zero_()
+            return
+        logits = slot.matrix(len(hidden), self.rows)
+        if self.terms.softcap is None:
+            a, b, c = tokens.factors(self.terms)
+            a = a * (slot.shift - tokens.lse).exp()
+            self._finish_gradient_(logits, target, 0, a, b, c)
+        else:
+            for i, j, part in _row_blocks(logits):
+                rows = tokens.map(lambda vector, i=i, j=j: vector[i:j])
+                self._gradient_of_logits_(part, target[i:j], 0, rows)
+        summed = self._zero_sum(dhidden)
+        self._add_products(
+            logits, hidden.to(self.operand_dtype), 0, self.rows, summed, dweight, dbias
+        )
+        if summed is not dhidden:
+            dhidden.copy_(summed)
+
+    # ---- gradient by computing the logits again -----------------------------------------------
+
+    def recomputed_gradient(
+        self,
+        hidden: Tensor,
+        target: Tensor,
+        tokens: TokenGradient,
+        *,
+        dhidden: Tensor | None,
+        dweight: Tensor | None,
+        dbias: Tensor | None,
+    ) -> None:
+        """As `gradient`, tile by tile, with nothing kept from forward but the log-sum-exp."""
+        hidden = hidden.to(self.operand_dtype)
+        summed = self._zero_sum(dhidden)
+        for start, stop, tile in self._tiles(len(hidden)):
+            logits = self._logits_into(tile, hidden, start, stop)
+            self._gradient_of_logits_(logits, target, start, tokens)
+            self._add_products(logits, hidden, start, stop, summed, dweight, dbias)
+        if summed is not dhidden:
+            dhidden.copy_(summed)
+
+    # ---- pieces -------------------------------------------------------------------------------
+
+    def _vector(self, n: int, value: float) -> Tensor:
+        return torch.full((n,), value, dtype=self.dtype, device=self.weight.device)
+
+    def _score(self, found: Tensor, linear: Tensor | None) -> Tensor:
+        """sum_j q_ij z_ij over my rows."""
+        eps = self.terms.label_smoothing
+        if not eps:
+            return found
+        return (1 - eps) * found + (eps / self.terms.vocab_size) * linear
+
+    def _tiles(self, n: int) -> Iterator[tuple[int, int, Tensor]]:
+        """(first column, last + 1, memory for [n, columns] logits)"""
+        columns = max(1, min(self.rows, TILE_BYTES // (max(n, 1) * self.dtype.itemsize)))
+        memory = torch.empty(n * columns, dtype=self.dtype, device=self.weight.device)
+        for start in range(0, self.rows, columns):
+            stop = min(start + columns, self.rows)
+            yield start, stop, memory[: n * (stop - start)].view(n, stop - start)
+
+    def _weight_tiles(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Rows start … stop of the weight in the operand type, a bounded copy at a time."""
+        step = stop - start
+        if self.weight.dtype != self.operand_dtype:
+            step = max(64, UPCAST_BYTES // (self.hidden_size * self.operand_dtype.itemsize))
+        for i in range(start, stop, step):
+            j = min(i + step, stop)
+            yield i, j, self.weight[i:j].to(self.operand_dtype)
+
+    def _logits_into(self, out: Tensor, hidden: Tensor, start: int, stop: int) -> Tensor:
+        """out [n, stop - start] = z of these columns"""
+        for i, j, rows in self._weight_tiles(start, stop):
+            _multiply(hidden, rows.t(), out[:, i - start : j - start])
+        if self.bias is not None:
+            out.add_(self.bias[start:stop])
+        if self.terms.softcap is not None:
+            out.div_(self.terms.softcap).tanh_().mul_(self.terms.softcap)
+        return out
+
+    def _gradient_of_logits_(
+        self, logits: Tensor, target: Tensor, start: int, tokens: TokenGradient
+    ) -> None:
+        """z of columns start … becomes the gradient with respect to x = h w + bias, in place."""
+        a, b, c = tokens.factors(self.terms)
+        cap = self.terms.softcap
+        slope = None if cap is None else 1 - (logits / cap).square_()
+        logits.sub_(tokens.lse.unsqueeze(1))
+        if tokens.entropy_weight is None:
+            logits.exp_()
+        else:  # a p - e p (H + z - lse)
+            a = torch.addcmul(a, tokens.entropy_weight, tokens.entropy, value=-1)
+            shape = torch.addcmul(a[:, None], tokens.entropy_weight[:, None], logits, value=-1)
+            logits.exp_().mul_(shape)
+            a = None
+        self._finish_gradient_(logits, target, start, a, b, c)
+        if slope is not None:
+            logits.mul_(slope)
+
+    @staticmethod
+    def _finish_gradient_(
+        p: Tensor, target: Tensor, start: int, a: Tensor | None, b: Tensor, c: Tensor | None
+    ) -> None:
+        """p becomes a p - c - b [j = y]; a is None where p carries it already."""
+        if a is not None:
+            p.mul_(a.unsqueeze(1))
+        if c is not None:
+            p.sub_(c.unsqueeze(1))
+        mine, columns = _columns_of(target, start, p.shape[1])
+        p.scatter_add_(1, columns.unsqueeze(1), torch.where(mine, -b, 0).unsqueeze(1))
+
+    def _zero_sum(self, dhidden: Tensor | None) -> Tensor | None:
+        """dhidden itself, or what its parts are added up in when its own type is too narrow."""
+        if dhidden is None or dhidden.dtype == self.dtype:
+            return dhidden if dhidden is None else dhidden.zero_()
+        return torch.zeros_like(dhidden, dtype=self.dtype)
+
+    def _add_products(
+        self,
+        gradient: Tensor,
+        hidden: Tensor,
+        start: int,
+        stop: int,
+        dhidden: Tensor | None,
+        dweight: Tensor | None,
+        dbias: Tensor | None,
+    ) -> None:
+        """A linear layer's backward for columns start … stop, added to sums of the wide type."""
+        if dbias is not None:
+            dbias[start:stop] += gradient.sum(0)
+        gradient = gradient.to(self.operand_dtype)
+        if dweight is not None:
+            _add_product(dweight[start:stop], gradient.t(), hidden)
+        if dhidden is not None:
+            for i, j, rows in self._weight_tiles(start, stop):
+                _add_product(dhidden, gradient[:, i - start : j - start], rows)
+
+
+def local_logits(weight: Tensor, bias: Tensor | None, terms: LossTerms) -> TorchLogits:
+    """The fastest form that computes this loss on the weight's device."""
+    return TorchLogits(weight, bias, terms)
+
+
+def _columns_of(target: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
+    """(is it one of these columns, its column or 0), each [n]"""
+    column = target - start
+    mine = (column >= 0) & (column < columns)
+    return mine, torch.where(mine, column, 0)
+
+
+def _at_target(logits: Tensor, target: Tensor, start: int) -> Tensor:
+    """The logit of the target where it is one of these columns, else 0.  [n, columns] -> [n]"""
+    mine, columns = _columns_of(target, start, logits.shape[1])
+    return torch.where(mine, logits.gather(1, columns.unsqueeze(1)).squeeze(1), 0)
+
+
+def _row_blocks(logits: Tensor, size: int = 1 << 20) -> Iterator[tuple[int, int, Tensor]]:
+    """Blocks of whole rows of about a million elements, so that temporaries stay small."""
+    step = max(1, size // logits.shape[1])
+    for i in range(0, len(logits), step):
+        j = min(i + step, len(logits))
+        yield i, j, logits[i:j]
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a @ b; operands of a lower type than out are products of a GPU."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(torch.mm(a, b, out_dtype=out.dtype))
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out += a @ b, likewise."""
+    if a.dtype == out.dtype:
+        out.addmm_(a, b)
+    else:
+        out.add_(torch.mm(a, b, out_dtype=out.dtype))
