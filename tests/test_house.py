@@ -7,7 +7,6 @@ import ast
 import doctest
 import importlib
 import re
-import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
@@ -35,13 +34,14 @@ OWNERS = {
 }
 # Where a device is chosen. Everything else asks its tensors: x.device, x.is_cuda.
 CUDA_OWNERS = ("core/launch/*", "core/launch.py", "core/optional.py", "kernels/*")
-# Importable without torch: `--help`, the launcher and whoever draws a schedule need these.
+# Standard library only: `--help`, the launcher and whoever draws a schedule need these.
 PURE = (
     "core/batch_schedule.py",
     "core/comm/ledger.py",
     "core/config.py",
     "core/config_help.py",
     "core/config_record.py",
+    "core/flag_table.py",
     "core/grid.py",
     "core/known_flags.py",
     "core/layout_checks.py",
@@ -178,16 +178,29 @@ def test_nothing_imports_scripts_or_tests():
     assert not wrong
 
 
-def test_pure_files_import_no_torch():
-    modules = [name[:-3].replace("/", ".") for name in PURE if (ROOT / name).exists()]
-    code = f"""
-import importlib, sys
-for name in {modules!r}:
-    importlib.import_module(name)
-    heavy = {{"torch", "triton", "numpy", "tokenizers"}} & set(sys.modules)
-    assert not heavy, f"{{name}} imports {{heavy}}"
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+def imports_at_run_time(tree):
+    """Modules that a file imports, `if TYPE_CHECKING:` left out; `from a import b` may be a.b."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and dotted(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((alias.name,) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.module, f"{node.module}.{alias.name}") for alias in node.names)
+        else:
+            yield from imports_at_run_time(node)
+
+
+def test_pure_files_import_the_standard_library_and_each_other():
+    pure = {name[:-3].replace("/", ".") for name in PURE} | {"core.optional"}
+    wrong = [
+        f"{name} imports {names[-1]}"
+        for name in PURE
+        if (ROOT / name).exists()
+        for names in imports_at_run_time(ast.parse(source(name)))
+        if names[0].split(".")[0] not in sys.stdlib_module_names and not pure & set(names)
+    ]
+    assert not wrong
 
 
 @pytest.mark.parametrize("name", [name for name in PRODUCT if ">>> " in source(name)])
