@@ -1,0 +1,348 @@
+"""Saving: `Saver` for a run, `save` for a single checkpoint. Reading is in reader.py.
+
+May import torch and core.comm. Every rank writes one safetensors file with the pieces it owns;
+rank 0 merges the ranks' parts into the index and publishes the folder by a rename. Nothing on disk
+depends on the writers' layout, and nothing is pickled.
+
+Plain safetensors with an index of our own, not torch.distributed.checkpoint: its metadata is
+pickled, and its planners exchange Python objects through collectives, which a background save must
+not issue. Here the parts meet in the folder being written, so a save in the background
+communicates with nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from core.checkpoint import directory as folders
+from core.checkpoint import files
+from core.checkpoint.errors import CheckpointError, SaveError
+from core.checkpoint.index import Part, StoredBox, StoredTensor, file_name, merge
+from core.checkpoint.pieces import Piece
+from core.checkpoint.reader import Say, to_stderr
+from core.checkpoint.slices import show, whole
+from core.comm import Group, broadcast_object, gather_objects
+
+GRACE = 90.0  # seconds in which rank 0 must see what another rank has written and synced
+
+
+def save(
+    directory: Path | str,
+    iteration: int,
+    pieces: Iterable[Piece],
+    meta: dict,
+    world: Group,
+    *,
+    keep_last: int | None = None,
+    retain_interval: int | None = None,
+    loaded: int | None = None,
+) -> Path:
+    """Saves one checkpoint and returns its folder; see `Saver`. Collective over `world`."""
+    with Saver(
+        directory, world, keep_last=keep_last, retain_interval=retain_interval, loaded=loaded
+    ) as saver:
+        saver.save(iteration, pieces, meta)
+    return Path(directory) / folders.folder_name(iteration)
+
+
+class Saver:
+    """Saves a run's checkpoints into one folder, one at a time, and removes those it may.
+
+    directory        made if need be, and locked against other runs until `close`
+    keep_last        keep this many of the newest (None: all)
+    retain_interval  keep multiples of it for good; see `directory.obsolete`
+    asynchronous     copy the pieces, return, and write in a thread of each rank
+    loaded           iteration this run was loaded from: never removed
+    say              where warnings go
+
+    All methods are collective over `world`; use it in a `with`. Raises CheckpointError when another
+    run holds the folder, SaveError on all ranks when a save failed on any.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        world: Group,
+        *,
+        keep_last: int | None = None,
+        retain_interval: int | None = None,
+        asynchronous: bool = False,
+        loaded: int | None = None,
+        say: Say = to_stderr,
+    ) -> None:
+        for name, value in (("keep_last", keep_last), ("retain_interval", retain_interval)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        self.directory = Path(directory)
+        self.world = world
+        self.asynchronous = asynchronous
+        self._keep = (keep_last, retain_interval, loaded)
+        self._say = say
+        self._staging = _Staging()
+        self._under_way: _Save | None = None
+        self._lock: folders.Lock | None = None
+        self._on_rank_0(self._take_folder, "cannot save here", CheckpointError)
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._abandon()
+
+    def save(self, iteration: int, pieces: Iterable[Piece], meta: dict) -> None:
+        """Saves what the ranks' pieces add up to; returns when it is complete, or being written.
+
+        pieces  what this rank owns; over all ranks they tile every tensor exactly. Making them must
+                not communicate. May be written to as soon as this returns.
+        meta    plain JSON; rank 0's is kept
+
+        First waits for the save under way; a failure of that one is raised now and nothing is
+        started, so a caller that wants to go on calls again.
+        """
+        self.wait()
+        folder = self.directory / f"{folders.folder_name(iteration)}.tmp"
+        self._on_rank_0(lambda: self._prepare(folder, meta), f"cannot save iteration {iteration}")
+        self._under_way = under_way = _Save(iteration, folder, meta, self.world.rank)
+        if not self.asynchronous:
+            under_way.write(pieces)
+            self.wait()
+            return
+        if under_way.stage(pieces, self._staging):
+            thread = threading.Thread(target=self._in_background, args=(under_way,), daemon=True)
+            under_way.thread = thread
+            thread.start()
+
+    def wait(self) -> int | None:
+        """Waits for the save under way and returns its iteration, None when there is none."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return None
+        under_way.written.wait()
+        failure = None if under_way.error is None else _text(under_way.error)
+        told = gather_objects(failure, self.world, tag="checkpoint.written")
+        failures = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
+        outcome = ""
+        if self.world.rank == 0:
+            outcome = self._settle(under_way, failures)
+        outcome = broadcast_object(outcome, self.world, tag="checkpoint.published")
+        if outcome:
+            raise SaveError(
+                f"iteration {under_way.iteration} was not saved in {self.directory}: {outcome}. "
+                "Older checkpoints are as they were"
+            ) from under_way.error
+        return under_way.iteration
+
+    def close(self) -> None:
+        """Waits for the save under way and lets other runs save here."""
+        try:
+            self.wait()
+        finally:
+            self._release()
+
+    # ---- rank 0 ---------------------------------------------------------------------------------
+
+    def _on_rank_0(self, job, what: str, kind: type[CheckpointError] = SaveError) -> None:
+        """Runs the job there; if it fails, raises on every rank."""
+        failure = ""
+        if self.world.rank == 0:
+            try:
+                job()
+            except (CheckpointError, OSError, TypeError, ValueError) as error:
+                failure = _text(error)
+        failure = broadcast_object(failure, self.world, tag="checkpoint.prepare")
+        if failure:
+            raise kind(f"{self.directory}: {what}: {failure}")
+
+    def _take_folder(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._lock = folders.Lock(self.directory)
+
+    def _prepare(self, folder: Path, meta: dict) -> None:
+        json.dumps(meta)
+        folders.tidy(self.directory)
+        folder.mkdir()
+
+    def _settle(self, under_way: _Save, failures: list[str]) -> str:
+        """Publishes, or cleans up; returns why the checkpoint is not there, "" when it is."""
+        if failures:
+            under_way.cancelled.set()
+        if under_way.thread:
+            under_way.thread.join(GRACE)
+            under_way.cancelled.set()
+            under_way.thread.join()
+        elif not failures:
+            self._publish(under_way)
+        if not failures and under_way.error:
+            failures = [_text(under_way.error)]
+        if failures:
+            shutil.rmtree(under_way.folder, ignore_errors=True)
+        return "; ".join(failures)
+
+    def _publish(self, under_way: _Save) -> None:
+        """Publishes and removes what is obsolete; a failure is left in `under_way.error`."""
+        try:
+            under_way.publish(self.world.size)
+        except Exception as error:  # told to every rank by `wait`
+            under_way.error = error
+            return
+        try:
+            have = folders.saved_iterations(self.directory)
+            for iteration in folders.obsolete(have, under_way.iteration, *self._keep):
+                folders.discard(self.directory / folders.folder_name(iteration))
+        except OSError as error:
+            self._say(f"WARNING: an old checkpoint could not be removed: {error}")
+
+    # ---- the background --------------------------------------------------------------------------
+
+    def _in_background(self, under_way: _Save) -> None:
+        under_way.write(under_way.staged)
+        if under_way.error:
+            self._say(f"WARNING: saving iteration {under_way.iteration}: {_text(under_way.error)}")
+        elif self.world.rank == 0:
+            self._publish(under_way)
+
+    def _abandon(self) -> None:
+        """After a failure of this rank: gives a save under way some seconds, talks to nobody."""
+        if self._under_way and self._under_way.thread:
+            self._under_way.thread.join(5)
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock:
+            self._lock.release()
+            self._lock = None
+
+
+@dataclass
+class _Save:
+    """One checkpoint on its way, as one rank sees it.
+
+    written    set when this rank's part is on disk, or has failed
+    cancelled  set when the ranks' parts will not all come
+    error      what went wrong on this rank
+    """
+
+    iteration: int
+    folder: Path
+    meta: dict
+    rank: int
+    staged: list[Piece] = field(default_factory=list)
+    written: threading.Event = field(default_factory=threading.Event)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+    error: Exception | None = None
+
+    def stage(self, pieces: Iterable[Piece], staging: _Staging) -> bool:
+        """Copies the pieces; False, and nothing will be written, when that failed."""
+        try:
+            self.staged = staging.copy(pieces)
+        except Exception as error:  # told to every rank by `Saver.wait`
+            self.error = error
+            self.written.set()
+        return self.error is None
+
+    def write(self, pieces: Iterable[Piece]) -> None:
+        """Writes this rank's file, then its part of the index: the sign that it is done."""
+        try:
+            part = _write_tensors(self.folder, self.rank, list(pieces))
+            part.write(self._part_path(self.rank))
+        except Exception as error:  # told to every rank by `Saver.wait`
+            self.error = error
+        finally:
+            self.written.set()
+
+    def publish(self, ranks: int) -> None:
+        """On rank 0: waits for all parts, writes the index and renames the folder."""
+        paths = [self._part_path(rank) for rank in range(ranks)]
+        parts = [Part.read(self._await(path)) for path in paths]
+        merge(self.iteration, files.BLOCK, self.meta, parts).write(self.folder)
+        for path in paths:
+            path.unlink()
+        folders.publish(self.folder.parent, self.folder.stem)
+
+    def _part_path(self, rank: int) -> Path:
+        return self.folder / f"part_{rank:05d}.json"
+
+    def _await(self, path: Path) -> Path:
+        """The path, once it is there; in the background others may take as long as they need."""
+        patience = 0.01
+        deadline = None if self.thread else time.monotonic() + GRACE
+        while not path.exists():
+            if self.cancelled.is_set() or (deadline and time.monotonic() > deadline):
+                raise SaveError(
+                    f"{path} was written by another rank and is not visible to rank 0; the folder "
+                    "must be on a file system that all nodes share"
+                )
+            self.cancelled.wait(patience)
+            patience = min(1.0, patience * 2)
+        return path
+
+
+def _write_tensors(folder: Path, rank: int, pieces: list[Piece]) -> Part:
+    """This rank's file (none when it owns no element) and what to say about it."""
+    written = [piece for piece in pieces if piece.tensor.numel()]
+    keys = [_key(piece) for piece in written]
+    file, sums = None, []
+    if written:
+        entries = list(zip(keys, [piece.tensor for piece in written], strict=True))
+        file, sums = files.write_file(folder / file_name(rank), entries)
+    tensors: dict[str, StoredTensor] = {}
+    for piece in pieces:
+        mine = StoredTensor(tuple(piece.shape), files.dtype_name(piece.tensor.dtype), ())
+        known = tensors.setdefault(piece.name, mine)
+        if (known.shape, known.dtype) != (mine.shape, mine.dtype):
+            raise ValueError(f"{piece.name} has pieces of two shapes or dtypes: {known}, {mine}")
+    for piece, key, crcs in zip(written, keys, sums, strict=True):
+        known = tensors[piece.name]
+        box = StoredBox(piece.box, file_name(rank), key, crcs)
+        tensors[piece.name] = replace(known, boxes=(*known.boxes, box))
+    return Part(rank, file, tensors)
+
+
+def _key(piece: Piece) -> str:
+    return piece.name if piece.box == whole(piece.shape) else piece.name + show(piece.box)
+
+
+class _Staging:
+    """Host memory for the pieces of a save in the background, kept from one save to the next."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, pieces: Iterable[Piece]) -> list[Piece]:
+        """The same pieces in memory that nobody else writes to."""
+        pieces = list(pieces)
+        ends, end = [], 0
+        for piece in pieces:
+            end = -(-(end + piece.tensor.numel() * piece.tensor.element_size()) // 64) * 64
+            ends.append(end)
+        on_gpu = any(piece.tensor.is_cuda for piece in pieces)
+        if self._memory.numel() < end:
+            self._memory = torch.empty(end, dtype=torch.uint8, pin_memory=on_gpu)
+        copies, start = [], 0
+        for piece, stop in zip(pieces, ends, strict=True):
+            size = piece.tensor.numel() * piece.tensor.element_size()
+            place = self._memory[start : start + size].view(piece.tensor.dtype)
+            place = place.view(piece.tensor.shape)
+            place.copy_(piece.tensor.detach(), non_blocking=on_gpu)
+            copies.append(replace(piece, tensor=place))
+            start = stop
+        if on_gpu:
+            torch.cuda.synchronize()
+        return copies
+
+
+def _text(error: BaseException) -> str:
+    """An exception for a message that names the rank and the folder itself."""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

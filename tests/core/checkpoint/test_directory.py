@@ -1,0 +1,180 @@
+"""The folder of checkpoints: what is tried in which order, what goes, who may write."""
+
+import errno
+import subprocess
+import sys
+import tempfile
+from types import SimpleNamespace
+
+import pytest
+
+from core.checkpoint import directory as folders
+from core.checkpoint.directory import candidates, differences, obsolete, problems
+from core.checkpoint.errors import CheckpointError, MissingCheckpoint
+
+
+def make(directory, *names, latest=None, index=True):
+    for name in names:
+        (directory / name).mkdir(parents=True)
+        if index:
+            (directory / name / "index.json").write_text("{}")
+    if latest:
+        (directory / "latest").write_text(latest)
+
+
+def order(directory, step=None):
+    return [path.name for path in candidates(directory, step)]
+
+
+def test_the_pointer_first_then_older_then_what_lies_beyond(tmp_path):
+    make(tmp_path, *(f"iter_{n:07d}" for n in (10, 20, 30, 40)), latest="iter_0000030\n")
+    make(tmp_path, "iter_0000030.old", "iter_0000050.tmp", "notes")
+    assert order(tmp_path) == [
+        "iter_0000030",
+        "iter_0000030.old",
+        "iter_0000020",
+        "iter_0000010",
+        "iter_0000040",
+    ]
+    (tmp_path / "latest").write_bytes(b"\xff\x00")
+    assert order(tmp_path)[0] == "iter_0000040"
+    assert order(tmp_path, 30) == ["iter_0000030", "iter_0000030.old"]
+    assert candidates(tmp_path / "iter_0000020") == [tmp_path / "iter_0000020"]
+    with pytest.raises(CheckpointError, match="no iteration 35; it has 10, 20, 30, 40"):
+        order(tmp_path, 35)
+
+
+def test_nothing_there_is_not_an_error_of_the_input(tmp_path):
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "corpus.bin").write_bytes(b"text")
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(MissingCheckpoint):
+            candidates(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "latest_checkpointed_iteration.txt",
+        "iter_0000100/mp_rank_00/model_optim_rng.pt",
+        "iter_0000100/.metadata",
+        "pytorch_model.bin",
+        "model-00001-of-00002.safetensors",
+        "global_step5/mp_rank_00_model_states.pt",
+    ],
+)
+def test_another_programs_checkpoint_is_named_and_not_opened(tmp_path, name):
+    file = tmp_path / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"\x80\x04this is not opened")
+    with pytest.raises(CheckpointError, match="another program's checkpoint") as raised:
+        candidates(tmp_path)
+    assert not isinstance(raised.value, MissingCheckpoint)
+    assert name in str(raised.value)
+    refused_for_saving = name.startswith(("iter_", "latest"))
+    assert any("another program" in line for line in problems(tmp_path, 0)) == refused_for_saving
+
+
+def test_what_is_kept_as_a_run_goes_on():
+    """keep_last 2, retain_interval 300, loaded from 100: the folders after each save."""
+    have, lines = [100], []
+    for newest in range(200, 900, 100):
+        have.append(newest)
+        gone = obsolete(have, newest, 2, 300, loaded=100)
+        have = [n for n in have if n not in gone]
+        lines.append(" ".join(map(str, have)))
+    assert lines == [
+        "100 200",
+        "100 200 300",
+        "100 300 400",
+        "100 300 400 500",
+        "100 300 500 600",
+        "100 300 600 700",
+        "100 300 600 700 800",
+    ]
+
+
+def test_what_is_kept_at_the_edges():
+    assert obsolete([1, 2, 3], 3, None, None) == []
+    assert obsolete([1, 2, 3], 3, 1, None) == [1, 2]
+    assert obsolete([1, 2, 3], 3, None, 2) == [1]
+    assert obsolete([0, 1, 2], 2, None, 1) == [0]
+    assert obsolete([5, 10, 200], 10, 1, None) == [5], "200 is of a run that was given up"
+    assert obsolete([], 7, 1, None) == []
+
+
+def test_differences_are_one_line_per_flag():
+    saved = {"model": {"hidden_size": 64, "spans": (1, 2)}, "seed": 1, "gone": None}
+    given = {"hidden_size": 96, "spans": [1, 2], "seed": 1, "extra": True}
+    assert differences(saved, given) == [
+        "--hidden-size: 64 in the checkpoint, 96 given",
+        "--gone: None in the checkpoint, absent given",
+        "--extra: absent in the checkpoint, True given",
+    ]
+
+
+def test_tidy_removes_litter_and_restores_what_was_about_to_be_replaced(tmp_path):
+    make(tmp_path, "iter_0000001", "iter_0000001.old", "iter_0000002.old", "iter_0000003.tmp")
+    make(tmp_path, "iter_0000004.old.tmp", "mine.tmp", "iter_5.tmp")
+    (tmp_path / "latest.tmp").write_text("iter_00")
+    folders.tidy(tmp_path)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["iter_0000001", "iter_0000002", "iter_5.tmp", "mine.tmp"]
+
+
+def test_publishing_never_replaces_another_programs_folder(tmp_path):
+    theirs = tmp_path / "iter_0000001" / "model_optim_rng.pt"
+    make(tmp_path, "iter_0000001.tmp")
+    make(tmp_path, "iter_0000001", index=False)
+    theirs.write_bytes(b"theirs")
+    with pytest.raises(CheckpointError, match="choose another --save folder"):
+        folders.publish(tmp_path, "iter_0000001")
+    assert theirs.read_bytes() == b"theirs"
+
+
+HOLDER = """
+import sys, pathlib
+from core.checkpoint.directory import Lock
+lock = Lock(pathlib.Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_run_is_refused_and_a_killed_one_leaves_no_lock(tmp_path):
+    """The flag --save of two jobs named one folder; each deleted the other's checkpoints."""
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(CheckpointError, match=rf"another run .*process {holder.pid} on"):
+            folders.Lock(tmp_path)
+        holder.kill()
+    folders.Lock(tmp_path).release()
+
+
+def test_problems_before_a_run(tmp_path, monkeypatch):
+    assert list(problems(tmp_path / "new" / "folder", 1000)) == []
+    assert list(tmp_path.iterdir()) == [], "nothing was written"
+    (tmp_path / "file").write_text("")
+    assert list(problems(tmp_path / "file" / "x", 1)) == [
+        f"--save {tmp_path / 'file' / 'x'}: {tmp_path / 'file'} is not a folder"
+    ]
+    usage = SimpleNamespace(free=5 * 1024**2)
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: usage)
+    (line,) = problems(tmp_path, 20 * 1024**2)
+    assert "takes 20.0 MiB" in line and "has 5.0 MiB free" in line
+
+
+def test_a_read_only_folder_is_found_before_the_run(tmp_path, monkeypatch):
+    def refuse(dir):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    (line,) = problems(tmp_path, 1)
+    assert "cannot write in" in line and "Read-only file system" in line
+
+
+def test_sizes_in_words():
+    sizes = [0, 1023, 1024, 1536, 1024**2, 3 * 1024**3, 5 * 1024**5]
+    texts = ["0 bytes", "1023 bytes", "1.0 KiB", "1.5 KiB", "1.0 MiB", "3.0 GiB", "5120.0 TiB"]
+    assert [folders.size_text(n) for n in sizes] == texts
