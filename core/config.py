@@ -120,7 +120,7 @@ def _nearest(table: Mapping[str, Leaf], name: str) -> str:
     import difflib  # needed only here: keeps a good command line fast
 
     ours = [*table, *(f"no_{n}" for n, leaf in table.items() if leaf.item is bool)]
-    for names, remark in ((ours, ""), (known_flags.all_names(), ", which is Megatron's")):
+    for names, remark in ((ours, ""), (known_flags.all_names(), ", Megatron's")):
         if close := difflib.get_close_matches(name, names, n=1, cutoff=0.7):
             return f"; did you mean {flag_of(close[0])}{remark}?"
     return "; --help lists them all"
@@ -146,7 +146,8 @@ def _convert(leaf: Leaf, typed: _Typed) -> Any:
     least, most = leaf.counts
     if len(values) < least or (most is not None and len(values) > most):
         wanted = f"{least} values" if most else "one value or more"
-        raise ValueError(f"{word} takes {wanted}, got {len(values)}: {' '.join(values)}")
+        got = f"{len(values)}: {' '.join(values)}" if values else "none"
+        raise ValueError(f"{word} takes {wanted}, got {got}")
     return tuple(_item(leaf, word, text) for text in values)
 
 
@@ -161,20 +162,21 @@ def _item(leaf: Leaf, word: str, text: str) -> Any:
             raise ValueError(f"{word} is empty")
         return text
     try:
-        value = float(text)
-        whole = int(value) if leaf.item is int and value.is_integer() else None
-    except (ValueError, OverflowError):
-        value, whole = math.nan, None
-    if leaf.item is float:
-        if not math.isfinite(value):
-            kind = "a number" if math.isnan(value) else "a finite number"
-            raise ValueError(f"{word} {text} is not {kind}")
-        return value
-    try:
-        return int(text)
+        value = leaf.item(text)
     except ValueError:
-        hint = f"; write {whole}" if whole is not None else ""
-        raise ValueError(f"{word} {text} is not a whole number{hint}") from None
+        kind = "a number" if leaf.item is float else f"a whole number{_whole(text)}"
+        raise ValueError(f"{word} {text} is not {kind}") from None
+    if leaf.item is float and not math.isfinite(value):
+        raise ValueError(f"{word} {text} is not a finite number")
+    return value
+
+
+def _whole(text: str) -> str:
+    """How to write 1e3 or 2.0 where a whole number is due."""
+    try:
+        return f"; write {int(float(text))}" if float(text).is_integer() else ""
+    except ValueError:
+        return ""
 
 
 # -------------------------------------------------------------------------------------- the parser

@@ -27,21 +27,23 @@ _INTRO = (
 def help_text(cls: type, table: Mapping[str, Leaf], program: str) -> str:
     """The whole page."""
     lines = [f"python {program} [flags]", ""]
-    lines += [_first_line(cls), ""] if cls.__doc__ else []
+    lines += [title, ""] if (title := _title(cls)) else []
     lines += textwrap.wrap(_INTRO, WIDTH)
     sections: dict[type, list[Leaf]] = {}
     for leaf in table.values():
         sections.setdefault(leaf.section, []).append(leaf)
     for section, members in sections.items():
-        lines += ["", f"{_first_line(section)}:"]
+        lines += ["", f"{_title(section) or section.__name__}:"]
         docs = field_docs(section)
         for leaf in members:
             lines += _entry(leaf, docs.get(leaf.name, ""))
     return "\n".join(lines)
 
 
-def _first_line(cls: type) -> str:
-    return (cls.__doc__ or cls.__name__).strip().splitlines()[0].rstrip(".")
+def _title(cls: type) -> str:
+    """First line of the docstring; a dataclass without one has its signature there."""
+    doc = cls.__doc__ or ""
+    return "" if doc.startswith(f"{cls.__name__}(") else doc.strip().split("\n")[0].rstrip(".")
 
 
 def field_docs(cls: type) -> dict[str, str]:

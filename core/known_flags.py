@@ -152,7 +152,7 @@ REFUSED: dict[str, str] = _by_reason(
             "tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens "
             "vocab_extra_ids tokenizer_metadata"
         ),
-        "it belongs to pretrain_bert.py": (
+        "it belongs to the BERT script; this one trains GPT": (
             "mask_prob short_seq_prob bert_no_binary_head bert_load titles_data_path"
         ),
         "not here yet; use --save-interval": "non_persistent_save_interval save_retain_interval",
@@ -160,10 +160,10 @@ REFUSED: dict[str, str] = _by_reason(
         "not here yet; repeat the flags of the saved run": "use_checkpoint_args",
         "not here yet; --metrics-file and the log line have loss, gradient norm and times": (
             "log_progress log_params_norm log_num_zeros_in_grad log_layer_grad_norms "
-            "tensorboard_log_interval tensorboard_queue_size log_memory_to_tensorboard "
+            "tensorboard_queue_size log_memory_to_tensorboard "
             "log_world_size_to_tensorboard log_max_attention_logit log_energy logging_level"
         ),
-        "use --metrics-file, or --tensorboard-dir": "wandb_project wandb_exp_name wandb_entity",
+        "nothing is sent elsewhere; use --metrics-file or --tensorboard-dir": "wandb_project wandb_exp_name wandb_entity",
         "not here yet; --log-communication lists what ranks send": (
             "profile use_pytorch_profiler record_memory_history log_straggler nvtx_ranges "
             "memory_snapshot_path"
@@ -188,7 +188,7 @@ REFUSED: dict[str, str] = _by_reason(
             "encoder_seq_length decoder_seq_length encoder_num_layers decoder_num_layers spec"
         ),
         "this script trains; it does not serve": "max_tokens_to_oom return_log_probs",
-        "cp is always 1": "cp_comm_type hierarchical_context_parallel_sizes",
+        "the sequence is not cut over ranks; leave it out": "cp_comm_type hierarchical_context_parallel_sizes",
         "not here yet; replicas start equal and apply equal updates": (
             "check_weight_hash_across_dp_replicas_interval"
         ),
@@ -200,16 +200,16 @@ FAMILIES: dict[str, str] = {
     "moe_": "only dense GPT is supported, without expert layers",
     "fp8_": "fp8 is not supported; runs are float32, or float64 under --fp64",
     "fp4_": "fp4 is not supported; runs are float32, or float64 under --fp64",
-    "wandb_": "use --metrics-file, or --tensorboard-dir",
+    "wandb_": "nothing is sent elsewhere; use --metrics-file or --tensorboard-dir",
     "profile_": "not here yet; --log-communication lists what ranks send",
     "recompute_": f"recomputation is not here yet; {_WITHOUT}",
-    "cuda_graph_": _WITHOUT,
+    "cuda_graph_": f"graphs are not captured; {_WITHOUT}",
     "inference_": "this script trains; it does not serve",
     "rl_": "reinforcement learning is not supported",
     "mtp_": "multi-token prediction is not supported",
     "mamba_": "only transformer layers are supported",
     "hybrid_": "only transformer layers are supported",
-    "vision_": "only text is supported",
+    "vision_": "only text models are supported here",
     "rerun_": "not here yet; a loss that is not finite stops the run",
 }
 
@@ -220,8 +220,8 @@ def accepted(name: str) -> Accepted | None:
 
 def refusal(name: str) -> str | None:
     """Why a flag of Megatron's is refused and what to do; None for a name we do not know."""
-    if name in REFUSED:
-        return REFUSED[name]
+    if name in REFUSED or name in ACCEPTED:
+        return REFUSED.get(name)
     return next((why for prefix, why in FAMILIES.items() if name.startswith(prefix)), None)
 
 

@@ -75,8 +75,11 @@ def _world_problem(tp: int, pp: int, world_size: int) -> str:
     )
 
 
-def schedule_problems(optimizer: OptimizerConfig, train: TrainConfig, dp: int) -> Iterator[str]:
-    """The schedules' lengths against the run's, both in samples, on `dp` data parallel ranks."""
+def schedule_problems(optimizer: OptimizerConfig, train: TrainConfig, dp: int = 1) -> Iterator[str]:
+    """The schedules' lengths against the run's, both in samples.
+
+    `dp` matters only where lengths in iterations meet lengths in samples.
+    """
     sections = (*optimizer.problems(), *train.problems(), *train.batch_problems(dp))
     if not sections:
         batches = train.batch_schedule(dp)

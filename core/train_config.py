@@ -183,21 +183,24 @@ class LoggingConfig:
     """One JSON object a line for every step and validation."""
     tensorboard_dir: str | None = None
     """Events for TensorBoard, when it is installed."""
+    tensorboard_log_interval: int = 1
+    """Steps between its events."""
     log_communication: bool = False
     """Print every collective by group and operation at the end."""
     progress_bar: bool = True
     """No progress bar on a terminal."""
 
     def problems(self) -> Iterator[str]:
-        yield from _at_least(1, log_interval=self.log_interval)
+        intervals = (self.log_interval, self.tensorboard_log_interval)
+        yield from _at_least(1, log_interval=intervals[0], tensorboard_log_interval=intervals[1])
 
 
 @dataclass(kw_only=True)
 class LaunchConfig:
     """Processes"""
 
-    nproc: int | None = None
-    """Start this many ranks on this machine, without torchrun."""
+    nproc: str | None = None
+    """Start this many ranks on this machine, without torchrun; gpu: one for each GPU."""
     distributed_backend: Literal["gloo", "nccl"] | None = None
     """By default nccl where there is a GPU for every rank, else gloo."""
     distributed_timeout_minutes: float = 10.0
@@ -208,7 +211,7 @@ class LaunchConfig:
     """A file for every rank's output."""
 
     def problems(self) -> Iterator[str]:
-        yield from _at_least(1, nproc=self.nproc)
+        """What is out of range; --nproc is looked at with the environment, in core/launch."""
         for name in ("distributed_timeout_minutes", "rendezvous_timeout_seconds"):
             if getattr(self, name) <= 0:
                 yield f"--{name.replace('_', '-')} {getattr(self, name):g} must be above 0"

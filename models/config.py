@@ -198,7 +198,7 @@ class TransformerConfig:
             near = one_of(multiples_around(hidden, heads))
             yield (
                 f"--hidden-size {hidden} does not divide by --num-attention-heads {heads}; "
-                f"use a hidden size of {near}, or {one_of(divisors(hidden))} heads"
+                f"use a hidden size of {near}, or {one_of(divisors_around(hidden, heads))} heads"
             )
         elif self.position_embedding_type == "rope" and self._odd_rotation():
             yield (
@@ -259,12 +259,23 @@ class GPTConfig(TransformerConfig):
 
 
 def divisors(n: int) -> list[int]:
-    """
+    """The divisors of n; of a number above 10**8, those with a small counterpart.
+
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
     """
-    low = [d for d in range(1, math.isqrt(max(n, 0)) + 1) if n % d == 0]
+    low = [d for d in range(1, min(math.isqrt(max(n, 0)), 10_000) + 1) if n % d == 0]
     return sorted({*low, *(n // d for d in low)})
+
+
+def divisors_around(n: int, value: int) -> list[int]:
+    """The nearest divisors of n below and above a value that is none.
+
+    >>> divisors_around(65, 8), divisors_around(6, 8)
+    ([5, 13], [6])
+    """
+    below = [d for d in divisors(n) if d < value][-1:]
+    return below + [d for d in divisors(n) if d > value][:1]
 
 
 def multiples_around(n: int, step: int) -> list[int]:
