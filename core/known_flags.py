@@ -163,7 +163,9 @@ REFUSED: dict[str, str] = _by_reason(
             "tensorboard_queue_size log_memory_to_tensorboard "
             "log_world_size_to_tensorboard log_max_attention_logit log_energy logging_level"
         ),
-        "nothing is sent elsewhere; use --metrics-file or --tensorboard-dir": "wandb_project wandb_exp_name wandb_entity",
+        "nothing is sent elsewhere; use --metrics-file or --tensorboard-dir": (
+            "wandb_project wandb_exp_name wandb_entity"
+        ),
         "not here yet; --log-communication lists what ranks send": (
             "profile use_pytorch_profiler record_memory_history log_straggler nvtx_ranges "
             "memory_snapshot_path"
@@ -188,7 +190,9 @@ REFUSED: dict[str, str] = _by_reason(
             "encoder_seq_length decoder_seq_length encoder_num_layers decoder_num_layers spec"
         ),
         "this script trains; it does not serve": "max_tokens_to_oom return_log_probs",
-        "the sequence is not cut over ranks; leave it out": "cp_comm_type hierarchical_context_parallel_sizes",
+        "the sequence is not cut over ranks; leave it out": (
+            "cp_comm_type hierarchical_context_parallel_sizes"
+        ),
         "not here yet; replicas start equal and apply equal updates": (
             "check_weight_hash_across_dp_replicas_interval"
         ),
