@@ -294,4 +294,6 @@ def one_of(values: list[int]) -> str:
     '1, 2 or 5'
     """
     words = [str(value) for value in values]
+    if len(words) > 16:
+        words = [*words[:12], f"another of {len(values)} values"]
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
