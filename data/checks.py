@@ -42,7 +42,7 @@ def problems(
     if data.dtype.kind not in "iu":
         yield f"{bin_path(prefix)} holds {data.dtype} values, which are no token ids"
     elif data.num_tokens and vocab_size is not None:
-        low, high = token_range(data.tokens)
+        low, high = token_range(data)
         if high >= vocab_size or low < 0:
             yield (
                 f"{bin_path(prefix)} holds token id {high if low >= 0 else low}, outside the "
@@ -51,13 +51,13 @@ def problems(
             )
 
 
-def token_range(tokens: np.ndarray, budget: int = SCANNED_TOKENS) -> tuple[int, int]:
-    """Smallest and largest id among at most about `budget` tokens, in evenly spaced pieces; all if
-    there are fewer."""
-    if len(tokens) <= budget:
-        return int(tokens.min()), int(tokens.max())
-    starts = np.linspace(0, len(tokens) - PIECE_TOKENS, budget // PIECE_TOKENS).astype(np.int64)
-    pieces = [tokens[start : start + PIECE_TOKENS] for start in starts.tolist()]
+def token_range(data: IndexedDataset, budget: int = SCANNED_TOKENS) -> tuple[int, int]:
+    """Smallest and largest id among about `budget` tokens, in evenly spaced pieces; of all tokens
+    if there are fewer."""
+    total = data.num_tokens
+    count = -(-min(total, budget) // PIECE_TOKENS)
+    starts = np.linspace(0, max(0, total - PIECE_TOKENS), count).astype(np.int64)
+    pieces = [data.read(start, min(start + PIECE_TOKENS, total)) for start in starts.tolist()]
     return min(int(piece.min()) for piece in pieces), max(int(piece.max()) for piece in pieces)
 
 

@@ -113,13 +113,14 @@ class GPTDataset:
         reset_position_ids: bool = False,
         reset_attention_mask: bool = False,
         eod_mask_loss: bool = False,
+        mmap_bin_files: bool = True,
     ):
         if eod is None and (reset_position_ids or reset_attention_mask or eod_mask_loss):
             raise DataError(
                 "--reset-position-ids, --reset-attention-mask and --eod-mask-loss need the id of "
                 "the end of document; name the tokenizer with --tokenizer-type"
             )
-        self.file = IndexedDataset(prefix)
+        self.file = IndexedDataset(prefix, mmap_bin_files=mmap_bin_files)
         self.documents = range(self.file.num_documents) if documents is None else documents
         offsets = self.file.document_offsets()[self.documents.start : self.documents.stop + 1]
         try:
@@ -140,9 +141,8 @@ class GPTDataset:
 
     def window(self, n: int) -> np.ndarray:
         """The seq_length + 1 tokens of sample n, in the file's dtype."""
-        tokens = self.file.tokens
         starts, stops = self.index.pieces(n)
-        parts = [tokens[start:stop] for start, stop in zip(starts.tolist(), stops.tolist())]
+        parts = [self.file.read(*piece) for piece in zip(starts.tolist(), stops.tolist())]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def __getitem__(self, n: int) -> dict[str, np.ndarray]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data.checks import problems, token_range
-from data.indexed import IndexedBuilder
+from data.indexed import IndexedBuilder, IndexedDataset
 
 
 @pytest.fixture
@@ -58,8 +58,10 @@ def test_bad_split_is_a_sentence(prefix):
     assert any("--split x" in sentence for sentence in problems(prefix, 9, split="x"))
 
 
-def test_a_large_file_is_sampled_at_both_ends():
-    for place in (0, 99_999):
-        tokens = np.zeros(100_000, np.uint16)
-        tokens[place] = 7
-        assert token_range(tokens, budget=32_768) == (0, 7)
+@pytest.mark.parametrize(("place", "budget"), [(0, 32_768), (99_999, 32_768), (50_000, 1 << 22)])
+def test_a_large_file_is_sampled_at_both_ends_and_a_small_one_read(tmp_path, place, budget):
+    tokens = np.zeros(100_000, np.uint16)
+    tokens[place] = 7
+    with IndexedBuilder(tmp_path / "a", np.uint16) as builder:
+        builder.add(tokens)
+    assert token_range(IndexedDataset(tmp_path / "a"), budget) == (0, 7)

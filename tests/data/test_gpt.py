@@ -73,6 +73,11 @@ def test_sample_depends_on_seed_and_n_alone(prefix):
     assert [other.window(n).tolist() for n in range(100)] != forwards
 
 
+def test_reading_piece_by_piece_is_the_same(prefix):
+    mapped, read = (GPTDataset(prefix, None, 7, seed=1, mmap_bin_files=m) for m in (True, False))
+    assert all((mapped.window(n) == read.window(n)).all() for n in range(60))
+
+
 def test_end_of_document_flags():
     window = np.array([5, EOD, 6, 7, EOD, EOD, 8], np.uint16)
     flags = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}

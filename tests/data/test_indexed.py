@@ -1,14 +1,18 @@
 """The .bin/.idx format, byte by byte, and what is refused."""
 
 import struct
+import subprocess
+import sys
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.indexed import DTYPES, DataError, IndexedBuilder, IndexedDataset, token_dtype
+from data.index_format import DTYPES
+from data.indexed import DataError, IndexedBuilder, IndexedDataset, token_dtype
 
 
 def write(prefix, documents, dtype=np.uint16):
@@ -65,6 +69,73 @@ def test_get_reads_part_of_a_sequence(tmp_path):
     assert data.get(1, 1, 2).tolist() == [2, 3]
     assert data.get(1, 2).tolist() == [3, 4]
     assert data.get(0, 1, 5).tolist() == [9]
+
+
+def test_read_without_a_map_is_the_same(tmp_path):
+    write(tmp_path / "a", [[1, 2, 3], [], [4, 5]])
+    data = IndexedDataset(tmp_path / "a", mmap_bin_files=False)
+    assert data.read(1, 4).tolist() == [2, 3, 4] and data.document(2).tolist() == [4, 5]
+    assert data.document(1).tolist() == []
+
+
+def test_merging_keeps_every_document_and_sequence(tmp_path):
+    """C051: merging misplaced document boundaries, and it showed at load or never."""
+    write(tmp_path / "a", [[1, 2], [], [3]])
+    with IndexedBuilder(tmp_path / "b", np.int32) as builder:
+        builder.add(np.array([7, 8, 9]), lengths=[1, 2])
+        builder.add(np.array([65535]))
+        builder.add(np.array([], np.int64))
+    with IndexedBuilder(tmp_path / "m", np.uint16) as builder:
+        for name in "ab":
+            builder.add_dataset(IndexedDataset(tmp_path / name))
+    merged = IndexedDataset(tmp_path / "m")
+    documents = [merged.document(d).tolist() for d in range(merged.num_documents)]
+    assert documents == [[1, 2], [], [3], [7, 8, 9], [65535], []]
+    assert merged.sequence_lengths.tolist() == [2, 0, 1, 1, 2, 1, 0]
+    merged.verify()
+
+
+def test_a_builder_goes_on_from_a_mark(tmp_path):
+    """What a killed writer wrote after its last mark is dropped."""
+    expected = write(tmp_path / "whole", [[1, 2], [3], [4, 5, 6]])
+    builder = IndexedBuilder(tmp_path / "a", np.uint16)
+    builder.add(np.array([1, 2]))
+    mark = builder.mark()
+    builder.add(np.array([9, 9, 9]))
+    builder.mark()
+    builder.close()
+    with IndexedBuilder(tmp_path / "a", np.uint16, mark=mark) as builder:
+        builder.add_documents(np.array([3, 4, 5, 6]), np.array([1, 3]))
+    for ending in (".bin", ".idx"):
+        whole = Path(f"{expected.prefix}{ending}").read_bytes()
+        assert (tmp_path / f"a{ending}").read_bytes() == whole
+    with pytest.raises(DataError, match="shorter than the 4 bytes"):
+        IndexedBuilder(tmp_path / "a", np.uint16, mark=mark)
+
+
+def test_two_writers_of_one_prefix(tmp_path):
+    with IndexedBuilder(tmp_path / "a", np.uint16) as builder:
+        builder.add(np.array([1]))
+        with pytest.raises(DataError, match=f"another process is writing {tmp_path / 'a'}$"):
+            IndexedBuilder(tmp_path / "a", np.uint16)
+    assert IndexedDataset(tmp_path / "a")[0].tolist() == [1]
+
+
+def test_full_disk_leaves_nothing(tmp_path):
+    """A write that fails, here by a limit on file size, as with a full disk: no pair, no part."""
+    script = (
+        "import resource, signal, sys, numpy as np\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "from data.indexed import IndexedBuilder\n"
+        "with IndexedBuilder(sys.argv[1], np.int32) as builder:\n"
+        "    for _ in range(100): builder.add(np.arange(100))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "a")], capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "File too large" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_dtype_follows_the_vocabulary():
