@@ -4,7 +4,7 @@
     python scripts/quickstart_report.py report --run runs/quickstart
 
 `measure` finds the documents that `--split` keeps from training, counts their tokens and bytes,
-compresses them with gzip -9, and says how many batches cover them once. `report` prints what the
+compresses each with gzip -9, and says how many batches cover them once. `report` prints what the
 model makes of the same files: bits per byte = loss / ln 2 x tokens / bytes.
 """
 
@@ -57,14 +57,14 @@ def measure(args: argparse.Namespace) -> None:
     tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=args.tokenizer_model)
     _, held_out, _ = split_documents(args.split, corpus.num_documents)
     documents = [corpus.document(d) for d in held_out]
-    text = b"".join(tokenizer.decode(tokens[:-1]).encode() for tokens in documents)
+    texts = [tokenizer.decode(tokens[:-1]).encode() for tokens in documents]
     tokens = sum(len(tokens) for tokens in documents)
     samples = (tokens - 1) // args.seq_length
     found = {
         "documents": len(documents),
         "tokens": tokens,
-        "bytes": len(text),
-        "gzip_bytes": len(gzip.compress(text, 9)),
+        "bytes": sum(len(text) for text in texts),
+        "gzip_bytes": sum(len(gzip.compress(text, 9)) for text in texts),
         "batches": max(samples // args.global_batch_size, 1),
     }
     Path(args.output).write_text(json.dumps(found) + "\n", encoding="utf-8")
