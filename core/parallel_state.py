@@ -207,6 +207,13 @@ def _handle_of_one(name: str) -> object:
     return _handles["one"]
 
 
+def process_group(group: Group) -> object:
+    """The torch ProcessGroup of a Group; the Group itself where torch.distributed is not in use."""
+    if group.handle is not None or not torch_groups.is_initialized():
+        return group.handle or group
+    return _handle_of_one(group.name)
+
+
 def _without_cp(name: str, asked: str) -> str:
     """`name` stands for `asked` as long as nothing is cut along the context axis."""
     if get_default_grid().cp.size > 1:
