@@ -1,8 +1,8 @@
 """Samples for a causal language model, packed from the documents of one .bin/.idx pair.
 
 Chain: split_documents says which documents a split has, SampleIndex which tokens a sample has,
-GPTDataset reads them, gpt_sample makes inputs, labels and masks of them. Imports numpy and its
-neighbours in data/ only; takes plain values.
+GPTDataset reads them, gpt_sample makes inputs, labels and masks of them. GPTPass reads everything
+once, for validation. Imports numpy and its neighbours in data/ only; takes plain values.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from fractions import Fraction
 
 import numpy as np
 
+from data.index_cache import OrderCache, fingerprint
 from data.indexed import DataError, IndexedDataset
-from data.sample_index import SampleIndex
+from data.sample_index import Epoch, SampleIndex, draw_epoch
 
 
 def split_documents(split: str, documents: int) -> tuple[range, range, range]:
@@ -61,10 +62,10 @@ def gpt_sample(
                                own number; an end of document counts to the document it ends
     """
     window = np.asarray(window).astype(np.int64)
-    real = len(window) - 1
+    real = max(len(window) - 1, 0)
     padding = (0, seq_length - real)
     tokens, labels = (
-        np.pad(part, padding) if real < seq_length else part for part in (window[:-1], window[1:])
+        np.pad(part, padding) if real < seq_length else part for part in (window[:real], window[1:])
     )
     loss_mask = np.zeros(seq_length, np.float32)
     loss_mask[:real] = 1
@@ -98,6 +99,9 @@ class GPTDataset:
     seq_length  s, tokens per sample
     seed        of the two shuffles, see data/sample_index.py
     eod and the three flags: see gpt_sample; a flag without `eod` is refused
+    document_attention_mask  document_ids by where documents really begin, whatever their tokens are
+    mmap_bin_files           see IndexedDataset
+    cache_folder, cache_write  keep the shuffled orders in files, see data/index_cache.py
 
     Raises DataError for unusable files and when the documents hold no whole sample.
     """
@@ -113,7 +117,10 @@ class GPTDataset:
         reset_position_ids: bool = False,
         reset_attention_mask: bool = False,
         eod_mask_loss: bool = False,
+        document_attention_mask: bool = False,
         mmap_bin_files: bool = True,
+        cache_folder: str | os.PathLike | None = None,
+        cache_write: bool = True,
     ):
         if eod is None and (reset_position_ids or reset_attention_mask or eod_mask_loss):
             raise DataError(
@@ -122,18 +129,27 @@ class GPTDataset:
             )
         self.file = IndexedDataset(prefix, mmap_bin_files=mmap_bin_files)
         self.documents = range(self.file.num_documents) if documents is None else documents
-        offsets = self.file.document_offsets()[self.documents.start : self.documents.stop + 1]
-        try:
-            self.index = SampleIndex(offsets, seq_length, seed)
-        except DataError as error:
-            raise DataError(f"{os.fspath(prefix)}: {error}") from None
         self.seq_length = seq_length
+        self.seed = seed
         self._options = {
             "eod": eod,
             "reset_position_ids": reset_position_ids,
             "reset_attention_mask": reset_attention_mask,
             "eod_mask_loss": eod_mask_loss,
         }
+        self._by_document = document_attention_mask
+        self._cache = None
+        if cache_folder is not None:
+            span = [self.documents.start, self.documents.stop]
+            settings = {"documents": span, "seq_length": seq_length, "seed": seed, "format": 1}
+            settings["data"] = fingerprint(prefix)
+            self._cache = OrderCache(cache_folder, settings, write=cache_write)
+        start, stop = map(self.file.document_offset, (self.documents.start, self.documents.stop))
+        try:
+            self.index = SampleIndex(stop - start, seq_length, self._epoch)
+        except DataError as error:
+            count = len(self.documents)
+            raise DataError(f"{os.fspath(prefix)}, {count} documents: {error}") from None
 
     @property
     def tokens_per_epoch(self) -> int:
@@ -141,10 +157,67 @@ class GPTDataset:
 
     def window(self, n: int) -> np.ndarray:
         """The seq_length + 1 tokens of sample n, in the file's dtype."""
-        starts, stops = self.index.pieces(n)
-        parts = [self.file.read(*piece) for piece in zip(starts.tolist(), stops.tolist())]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return self._read(*self.index.pieces(n))
 
     def __getitem__(self, n: int) -> dict[str, np.ndarray]:
         """Sample n; the keys are those of gpt_sample."""
-        return gpt_sample(self.window(n), self.seq_length, **self._options)
+        starts, stops = self.index.pieces(n)
+        sample = gpt_sample(self._read(starts, stops), self.seq_length, **self._options)
+        if self._by_document:
+            ids = np.repeat(np.arange(len(starts)), stops - starts)
+            sample["document_ids"] = ids[: self.seq_length]
+        return sample
+
+    def _read(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        parts = [self.file.read(*piece) for piece in zip(starts.tolist(), stops.tolist())]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _epoch(self, number: int) -> Epoch:
+        epoch = self._cache.load(number) if self._cache else None
+        if epoch is None:
+            offsets = self.file.document_offsets()
+            offsets = offsets[self.documents.start : self.documents.stop + 1]
+            epoch = draw_epoch(offsets, self.seq_length, self.seed, number)
+            if self._cache:
+                self._cache.store(number, epoch)
+        return epoch
+
+
+class GPTPass:
+    """The documents once, in file order, nothing left out: for `--full-validation`.
+
+    Sample n is tokens n * seq_length .. (n + 1) * seq_length, the last one padded; every token but
+    the first is a label once. Samples from len(self) on, which fill up a global batch, are padding
+    alone. Arguments as for GPTDataset, of whose samples these have the keys.
+    """
+
+    def __init__(
+        self,
+        prefix: str | os.PathLike,
+        documents: range | None,
+        seq_length: int,
+        *,
+        document_attention_mask: bool = False,
+        mmap_bin_files: bool = True,
+        **options,
+    ):
+        self.file = IndexedDataset(prefix, mmap_bin_files=mmap_bin_files)
+        documents = range(self.file.num_documents) if documents is None else documents
+        offsets = self.file.document_offsets()[documents.start : documents.stop + 1]
+        self._starts = offsets if document_attention_mask else None
+        self._span = int(offsets[0]), int(offsets[-1])
+        self.seq_length = seq_length
+        self._options = options
+
+    def __len__(self) -> int:
+        labels = max(0, self._span[1] - self._span[0] - 1)
+        return -(-labels // self.seq_length)
+
+    def __getitem__(self, n: int) -> dict[str, np.ndarray]:
+        start = min(self._span[0] + n * self.seq_length, self._span[1])
+        stop = min(start + self.seq_length + 1, self._span[1])
+        sample = gpt_sample(self.file.read(start, stop), self.seq_length, **self._options)
+        if self._starts is not None:
+            place = np.minimum(np.arange(start, start + self.seq_length), max(start, stop - 1))
+            sample["document_ids"] = np.searchsorted(self._starts, place, "right")
+        return sample

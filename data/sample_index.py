@@ -17,6 +17,7 @@ and is found without replaying any other. Imports numpy only. data/gpt.py reads 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,29 +57,51 @@ class Epoch:
     samples: np.ndarray
 
 
+def draw_epoch(document_offsets: np.ndarray, seq_length: int, seed: int, number: int) -> Epoch:
+    """Shuffle epoch `number` of the documents that start at tokens `document_offsets[:-1]`.
+
+    document_offsets  int64 [documents + 1]; empty documents take no part
+    """
+    lengths = np.diff(document_offsets)
+    filled = np.flatnonzero(lengths)
+    if len(filled) < len(lengths):
+        lengths = lengths[filled]
+        document_offsets = document_offsets[:-1][filled]
+    order = permutation(len(lengths), seed, number, DOCUMENTS)
+    bounds = np.zeros(len(order) + 1, np.int64)
+    np.cumsum(lengths[order], out=bounds[1:])
+    first, stop = (first_sample(int(bounds[-1]), seq_length, e) for e in (number, number + 1))
+    samples = np.empty(stop - first, np.int64)
+    samples[:-1] = permutation(len(samples) - 1, seed, number, SAMPLES)
+    samples[-1] = len(samples) - 1
+    return Epoch(document_offsets[order], bounds, samples)
+
+
+def first_sample(tokens_per_epoch: int, seq_length: int, epoch: int) -> int:
+    """The first sample of an epoch: the smallest n with n * seq_length >= epoch *
+    tokens_per_epoch."""
+    return -(-epoch * tokens_per_epoch // seq_length)
+
+
 class SampleIndex:
     """Finds the tokens of any sample.
 
-    document_offsets  int64 [documents + 1]; document d starts at token offsets[d] of the file
+    tokens_per_epoch  T
     seq_length        s; a sample has s + 1 tokens
-    seed              fixes both shuffles
+    draw              epoch number -> Epoch: draw_epoch, or a cache of what it returned
 
-    Raises DataError when the documents together are shorter than one sample.
+    Raises DataError when an epoch is shorter than one sample.
     """
 
-    def __init__(self, document_offsets: np.ndarray, seq_length: int, seed: int):
-        lengths = np.diff(document_offsets)
-        filled = np.flatnonzero(lengths)  # empty documents take no part
-        self._starts, self._lengths = document_offsets[filled], lengths[filled]
-        self.tokens_per_epoch = int(document_offsets[-1] - document_offsets[0])
-        if self.tokens_per_epoch < seq_length + 1:
+    def __init__(self, tokens_per_epoch: int, seq_length: int, draw: Callable[[int], Epoch]):
+        if tokens_per_epoch < seq_length + 1:
             raise DataError(
-                f"{len(lengths)} documents hold {self.tokens_per_epoch} tokens, fewer than the "
-                f"{seq_length + 1} of one sample at --seq-length {seq_length}; use more data or a "
-                "shorter sequence"
+                f"{tokens_per_epoch} tokens are fewer than the {seq_length + 1} of one sample at "
+                f"--seq-length {seq_length}; use more data or a shorter sequence"
             )
+        self.tokens_per_epoch = tokens_per_epoch
         self.seq_length = seq_length
-        self.seed = seed
+        self._draw = draw
         self._epochs: dict[int, Epoch] = {}
 
     def epoch_of(self, n: int) -> int:
@@ -86,11 +109,11 @@ class SampleIndex:
         return n * self.seq_length // self.tokens_per_epoch
 
     def first_sample(self, epoch: int) -> int:
-        """The smallest n with n * seq_length >= epoch * tokens_per_epoch."""
-        return -(-epoch * self.tokens_per_epoch // self.seq_length)
+        return first_sample(self.tokens_per_epoch, self.seq_length, epoch)
 
     def pieces(self, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """int64 starts and stops: the token ranges of the file that joined make sample n."""
+        """int64 starts and stops: the token ranges of the file that joined make sample n. Each
+        lies in one document."""
         if n < 0:
             raise IndexError(f"sample {n}: samples count from 0")
         epoch = self.epoch_of(n)
@@ -105,21 +128,13 @@ class SampleIndex:
         return starts, stops
 
     def epoch(self, number: int) -> Epoch:
-        """The order of epoch `number`; the two used last are kept."""
+        """The order of epoch `number`; the two drawn last are kept."""
         found = self._epochs.get(number)
         if found is None:
-            found = self._shuffle(number)
+            found = self._draw(number)
             kept = list(self._epochs.items())[-1:]
             self._epochs = dict([*kept, (number, found)])
         return found
-
-    def _shuffle(self, number: int) -> Epoch:
-        documents = permutation(len(self._lengths), self.seed, number, DOCUMENTS)
-        bounds = np.zeros(len(documents) + 1, np.int64)
-        np.cumsum(self._lengths[documents], out=bounds[1:])
-        windows = self.first_sample(number + 1) - self.first_sample(number)
-        samples = np.append(permutation(windows - 1, self.seed, number, SAMPLES), windows - 1)
-        return Epoch(self._starts[documents], bounds, samples)
 
 
 def _cut(epoch: Epoch, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:

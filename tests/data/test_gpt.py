@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.gpt import GPTDataset, gpt_sample, split_documents
-from data.indexed import DataError, IndexedBuilder
+from data.gpt import GPTDataset, GPTPass, gpt_sample, split_documents
+from data.indexed import DataError, IndexedBuilder, IndexedDataset
 
 EOD = 0
 
@@ -99,9 +99,41 @@ def test_padding_is_known_by_position_not_by_value():
 
 
 def test_refusals_name_the_way_out(prefix):
-    with pytest.raises(DataError, match="fewer than the 501"):
+    with pytest.raises(DataError, match="21 documents: 210 tokens are fewer than the 501"):
         GPTDataset(prefix, None, 500, seed=1)
-    with pytest.raises(DataError, match="0 documents hold 0 tokens"):
+    with pytest.raises(DataError, match="0 documents: 0 tokens are fewer"):
         GPTDataset(prefix, range(0), 5, seed=1)
     with pytest.raises(DataError, match="--tokenizer-type"):
         GPTDataset(prefix, None, 5, seed=1, eod_mask_loss=True)
+
+
+def test_documents_are_told_apart_by_place(prefix):
+    """Whatever the tokens are; by the end token, the same here, where every document has one."""
+    flags = {"eod": EOD, "reset_attention_mask": True}
+    by_token = GPTDataset(prefix, None, 16, seed=1, **flags)
+    by_place = GPTDataset(prefix, None, 16, seed=1, document_attention_mask=True)
+    assert "document_ids" not in GPTDataset(prefix, None, 16, seed=1)[0]
+    for n in range(40):
+        assert (by_token[n]["document_ids"] == by_place[n]["document_ids"]).all()
+        assert by_place[n]["document_ids"].dtype == np.int64
+
+
+@pytest.mark.parametrize("documents", [None, range(3, 7), range(1), range(0), range(20, 21)])
+def test_a_full_pass_has_every_label_once(prefix, documents):
+    data = GPTPass(prefix, documents, 7, document_attention_mask=True)
+    file = IndexedDataset(prefix)
+    joined = [t for d in documents or range(21) for t in file.document(d).tolist()]
+    if documents is not None and not documents:
+        joined = []
+    samples = [data[n] for n in range(len(data))]
+    labels = [t for s in samples for t in s["labels"][s["loss_mask"] > 0].tolist()]
+    assert labels == joined[1:]
+    assert all(sample["loss_mask"].any() for sample in samples)
+    beyond = data[len(data) + 3]
+    assert beyond["tokens"].shape == (7,) and not beyond["loss_mask"].any()
+
+
+def test_a_full_pass_tells_documents_apart(prefix):
+    sample = GPTPass(prefix, range(1, 3), 6, document_attention_mask=True)[0]
+    assert sample["tokens"].tolist() == [200, EOD, 300, 301, 0, 0]
+    assert (np.diff(sample["document_ids"]) != 0).tolist() == [False, True, False, False, False]

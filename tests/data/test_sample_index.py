@@ -6,11 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.indexed import DataError
-from data.sample_index import DOCUMENTS, SAMPLES, SampleIndex, permutation
+from data.sample_index import DOCUMENTS, SAMPLES, SampleIndex, draw_epoch, permutation
 
 
 def offsets_of(lengths, base=0):
     return base + np.concatenate(([0], np.cumsum(np.array(lengths, np.int64)))).astype(np.int64)
+
+
+def index_of(offsets, seq_length, seed):
+    def draw(number):
+        return draw_epoch(offsets, seq_length, seed, number)
+
+    return SampleIndex(int(offsets[-1] - offsets[0]), seq_length, draw)
 
 
 def tokens_of(index, n):
@@ -49,10 +56,10 @@ def naive_samples(offsets, seq_length, seed, epochs):
 def test_equals_the_naive_loop(lengths, seq_length, seed, base):
     offsets = offsets_of(lengths, base)
     if sum(lengths) < seq_length + 1:
-        with pytest.raises(DataError, match=f"{sum(lengths)} tokens, fewer than the"):
-            SampleIndex(offsets, seq_length, seed)
+        with pytest.raises(DataError, match=f"{sum(lengths)} tokens are fewer than the"):
+            index_of(offsets, seq_length, seed)
         return
-    index = SampleIndex(offsets, seq_length, seed)
+    index = index_of(offsets, seq_length, seed)
     expected = naive_samples(offsets.tolist(), seq_length, seed, epochs=3)
     assert index.first_sample(3) == len(expected)
     backwards = range(len(expected) - 1, -1, -1)  # no sample needs one before it
@@ -66,7 +73,7 @@ def test_every_token_is_a_label_once_before_any_is_twice(lengths, seq_length, se
     total = sum(lengths)
     if total < seq_length + 1:
         return
-    index = SampleIndex(offsets_of(lengths), seq_length, seed)
+    index = index_of(offsets_of(lengths), seq_length, seed)
     uses = np.zeros(total, int)
     for epoch in range(4):
         for n in range(index.first_sample(epoch), index.first_sample(epoch + 1)):
@@ -77,7 +84,7 @@ def test_every_token_is_a_label_once_before_any_is_twice(lengths, seq_length, se
 
 def test_two_and_a_half_epochs_over_twenty_documents():
     """C054's own trial: one document a sample; within a pass none repeats before all are used."""
-    index = SampleIndex(offsets_of([8] * 20), 8, seed=5)
+    index = index_of(offsets_of([8] * 20), 8, seed=5)
     documents = [tokens_of(index, n)[0] // 8 for n in range(50)]
     assert sorted(documents[:20]) == sorted(documents[20:40]) == list(range(20))
     assert len(set(documents[40:])) == 10
@@ -85,12 +92,12 @@ def test_two_and_a_half_epochs_over_twenty_documents():
 
 
 def test_exact_boundary():
-    index = SampleIndex(offsets_of([3, 0, 2]), 4, seed=1)
+    index = index_of(offsets_of([3, 0, 2]), 4, seed=1)
     assert sorted(tokens_of(index, 0)) == [0, 1, 2, 3, 4]
-    with pytest.raises(DataError, match="hold 5 tokens, fewer than the 6"):
-        SampleIndex(offsets_of([3, 0, 2]), 5, seed=1)
-    with pytest.raises(DataError, match="hold 0 tokens"):
-        SampleIndex(offsets_of([0, 0]), 1, seed=1)
+    with pytest.raises(DataError, match="5 tokens are fewer than the 6"):
+        index_of(offsets_of([3, 0, 2]), 5, seed=1)
+    with pytest.raises(DataError, match="0 tokens are"):
+        index_of(offsets_of([0, 0]), 1, seed=1)
     with pytest.raises(IndexError):
         index.pieces(-1)
 
@@ -99,7 +106,7 @@ def test_a_terabyte_is_arithmetic():
     """Documents beyond 2^31 and 2^40 tokens, sample numbers beyond 2^31: ends stay exact."""
     lengths = [2**40 + 3, 1, 2**31 + 7, 2**33]
     offsets = offsets_of(lengths)
-    index = SampleIndex(offsets, 2**30, seed=3)
+    index = index_of(offsets, 2**30, seed=3)
     total = sum(lengths)
     for epoch in (0, 1, 10**6):
         last = index.first_sample(epoch + 1) - 1
