@@ -27,7 +27,9 @@ from data.indexed import DataError
 DOCUMENTS, SAMPLES = 0, 1  # the two shuffles of an epoch draw from different streams
 
 
-def permutation(count: int, seed: int, epoch: int, stream: int) -> np.ndarray:
+def permutation(
+    count: int, seed: int, epoch: int, stream: int, *, last_stays: bool = False
+) -> np.ndarray:
     """int64 [count]: a random order of 0 .. count - 1 as a function of (seed, epoch, stream).
 
     Sorts random words that carry their index in the low bits. Philox words are fixed by their
@@ -38,9 +40,14 @@ def permutation(count: int, seed: int, epoch: int, stream: int) -> np.ndarray:
     key = np.array([seed % 2**64, epoch << 8 | stream], np.uint64)
     words = np.random.Philox(key=key).random_raw(count)
     bits = np.uint64(max(count - 1, 1).bit_length())
-    words = words >> bits << bits | np.arange(count, dtype=np.uint64)
+    if last_stays:
+        words[count - 1 :] = 2**64 - 1
+    words >>= bits
+    words <<= bits
+    words |= np.arange(count, dtype=np.uint64)
     words.sort()
-    return (words & (np.uint64(1) << bits) - np.uint64(1)).view(np.int64)
+    words &= (np.uint64(1) << bits) - np.uint64(1)
+    return words.view(np.int64)
 
 
 @dataclass(frozen=True)
@@ -71,9 +78,7 @@ def draw_epoch(document_offsets: np.ndarray, seq_length: int, seed: int, number:
     bounds = np.zeros(len(order) + 1, np.int64)
     np.cumsum(lengths[order], out=bounds[1:])
     first, stop = (first_sample(int(bounds[-1]), seq_length, e) for e in (number, number + 1))
-    samples = np.empty(stop - first, np.int64)
-    samples[:-1] = permutation(len(samples) - 1, seed, number, SAMPLES)
-    samples[-1] = len(samples) - 1
+    samples = permutation(stop - first, seed, number, SAMPLES, last_stays=True)
     return Epoch(document_offsets[order], bounds, samples)
 
 

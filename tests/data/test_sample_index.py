@@ -41,7 +41,8 @@ def naive_samples(offsets, seq_length, seed, epochs):
             for start in range(0, len(stream), seq_length)
             if ends[epoch] <= start < ends[epoch + 1]
         ]
-        order = [*permutation(len(windows) - 1, seed, epoch, SAMPLES), len(windows) - 1]
+        order = permutation(len(windows), seed, epoch, SAMPLES, last_stays=True)
+        assert order[-1] == len(windows) - 1
         samples += [windows[i] for i in order]
     return samples
 
@@ -119,6 +120,8 @@ def test_a_terabyte_is_arithmetic():
 def test_permutation_is_one_and_fixed():
     for count in (0, 1, 2, 3, 64, 65, 1000):
         assert sorted(permutation(count, 7, 0, 0)) == list(range(count))
+        order = permutation(count, 7, 0, 0, last_stays=True)
+        assert sorted(order) == list(range(count)) and order[-1:].tolist() == [count - 1][:count]
     assert permutation(8, 1234, 0, 0).tolist() == FIXED
     others = [
         permutation(50, *key).tolist() for key in ((1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1))
