@@ -33,6 +33,7 @@ from torch import Tensor
 
 UPCAST_BYTES = 4 << 20  # weight rows that are cast to the accumulation type at once
 TILE_BYTES = 8 << 20  # logits that exist at once where they are recomputed
+BLOCK = 1 << 20  # elements of a block of whole rows of logits
 
 
 @dataclass(frozen=True)
@@ -375,9 +376,9 @@ def _at_target(logits: Tensor, target: Tensor, start: int) -> Tensor:
     return torch.where(mine, logits.gather(1, columns.unsqueeze(1)).squeeze(1), 0)
 
 
-def _row_blocks(logits: Tensor, size: int = 1 << 20) -> Iterator[tuple[int, int, Tensor]]:
-    """Blocks of whole rows of about a million elements, so that temporaries stay small."""
-    step = max(1, size // logits.shape[1])
+def _row_blocks(logits: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """Blocks of whole rows of logits, so that what is derived from them stays small."""
+    step = max(1, BLOCK // logits.shape[1])
     for i in range(0, len(logits), step):
         j = min(i + step, len(logits))
         yield i, j, logits[i:j]

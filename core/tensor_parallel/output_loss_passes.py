@@ -379,6 +379,7 @@ class GradientsInForward(Function):
         job = ctx.job
         tokens = TokenGradient(lse, job.weights * upstream)
 
+        @torch.no_grad()
         def work() -> Tensor | None:
             only = (False, True, False)
             return recomputed_gradients(job, hidden, weight, bias, tokens, only)[1]
