@@ -69,8 +69,8 @@ class ProgressBar:
         return (line + text)[: self._columns() - 1]  # a full line would wrap
 
     def _columns(self) -> int:
-        try:
-            return max(os.get_terminal_size(self._stream.fileno()).columns, 20)
+        try:  # a pseudo-terminal may not know its size and say 0
+            return os.get_terminal_size(self._stream.fileno()).columns or 80
         except (OSError, ValueError):
             return 80
 
