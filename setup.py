@@ -12,6 +12,7 @@ setup(
         "core.checkpoint",
         "core.comm",
         "core.data_parallel",
+        "core.launch",
         "core.optimizer",
         "core.pipeline_parallel",
         "core.tensor_parallel",

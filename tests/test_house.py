@@ -33,7 +33,10 @@ OWNERS = {
     "argparse": ("core/config.py", "core/config_*.py", "pretrain_*.py"),
 }
 # Where a device is chosen. Everything else asks its tensors: x.device, x.is_cuda.
-CUDA_OWNERS = ("core/launch/*", "core/launch.py", "core/optional.py", "kernels/*")
+CUDA_OWNERS = (
+    *("core/launch/*", "core/launch.py", "core/optional.py", "kernels/*"),
+    "core/tensor_parallel/random.py",  # Megatron-LM's tracker of generator states
+)
 # Standard library only: `--help`, the launcher and whoever draws a schedule need these.
 PURE = (
     "core/batch_schedule.py",
