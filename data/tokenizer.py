@@ -1,23 +1,41 @@
 """Text to token ids and back, under Megatron's `--tokenizer-type` names.
 
-Every tokenizer has vocab_size (largest id + 1), eod (id of the end of a document), encode,
-encode_batch (of many texts at once, in Rust where the library can) and decode. `build_tokenizer`
-picks one by name. The `tokenizers` package is imported when a tokenizer that needs it is built, not
-before. Imports the standard library, numpy and data/indexed.py.
+Every tokenizer has
+
+    vocab_size     largest id + 1
+    eod            id of the end of a document
+    encode         str -> [id]; adds no token of its own (Llama2Tokenizer: the beginning token, as
+                   in Megatron)
+    encode_batch   [str] -> [[id]], in Rust or C++ where the library can
+    decode         ids -> str
+    word_starts    bool [vocab_size]: whether a token begins a word
+    cls, sep, mask, pad   ids that BERT needs, where the vocabulary has them
+
+`build_tokenizer` picks one by name. Optional packages are imported when a tokenizer that needs one
+is built, not before. Imports the standard library, numpy, data/bpe.py (then) and
+data/index_format.py.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import base64
+import functools
+import importlib
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 
-from data.indexed import DataError
+from data.index_format import DataError
+from data.vocabulary import Vocabulary, must_exist, package, plain
 
-END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+# How Mistral's tokenizers cut words: the second version keeps apart a word's capitals.
+TIKTOKEN_PATTERNS = {
+    "v1": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
 
 
 def build_tokenizer(
@@ -27,33 +45,29 @@ def build_tokenizer(
     vocab_file: str | None = None,
     merge_file: str | None = None,
     vocab_size: int | None = None,
+    tiktoken_pattern: str | None = None,
+    tiktoken_num_special_tokens: int | None = None,
+    tiktoken_special_tokens: list[str] | None = None,
 ):
-    """The tokenizer that the flags of the same names ask for. Raises DataError naming the flag that
-    is missing or wrong."""
-    flags = {
-        "--tokenizer-model": tokenizer_model,
-        "--vocab-file": vocab_file,
-        "--merge-file": merge_file,
-        "--vocab-size": vocab_size,
-    }
+    """The tokenizer that the flags of the same names ask for. Raises DataError naming the flag at
+    fault."""
+    given = dict(locals())
+    del given["tokenizer_type"]
     if tokenizer_type not in TOKENIZERS:
         raise DataError(
             f"--tokenizer-type {tokenizer_type} is not known; use {', '.join(TOKENIZERS)}"
         )
-    kind, needed = TOKENIZERS[tokenizer_type]
-    missing = [flag for flag in needed if flags[flag] is None]
+    kind, needed, optional = TOKENIZERS[tokenizer_type]
+    missing = [f"--{name.replace('_', '-')}" for name in needed if given[name] is None]
     if missing:
         raise DataError(f"--tokenizer-type {tokenizer_type} needs {' and '.join(missing)}")
-    return kind(*(flags[flag] for flag in needed))
+    options = {name: given[name] for name in optional if given[name] is not None}
+    return kind(*(given[name] for name in needed), **options)
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Vocabulary):
     """A tokenizer.json, or a folder that holds one (and perhaps a tokenizer_config.json, which
-    names the end token).
-
-    Adds no token of its own: a sample is exactly its text; preprocessing appends the end of
-    document when asked.
-    """
+    names the end token)."""
 
     def __init__(self, path: str):
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
@@ -62,27 +76,25 @@ class HuggingFaceTokenizer:
                 f"--tokenizer-model {path}: {file} does not exist; give a tokenizer.json or its "
                 "folder"
             )
+        library = package("tokenizers", "HuggingFaceTokenizer")
         try:
-            self._inner = _tokenizers().Tokenizer.from_file(str(file))
-        except DataError:
-            raise
+            self._inner = library.Tokenizer.from_file(str(file))
         except Exception as error:  # the Rust side raises plain Exception
             raise DataError(f"--tokenizer-model {file} is not a tokenizer.json: {error}") from None
         self._inner.no_truncation()
         self._inner.no_padding()
-        self._file = file
-        vocabulary = self._inner.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self._eod = vocabulary.get(_end_name(file.parent / "tokenizer_config.json", vocabulary))
+        self._source = file
+        self._ids = self._inner.get_vocab(with_added_tokens=True)
 
-    @property
+    @functools.cached_property
     def eod(self) -> int:
-        if self._eod is None:
-            raise DataError(
-                f"{self._file} has none of the end tokens {', '.join(END_NAMES)}; add one of them "
-                "to it"
-            )
-        return self._eod
+        config = self._source.parent / "tokenizer_config.json"
+        if config.is_file():
+            token = json.loads(config.read_text("utf-8")).get("eos_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if token in self._ids:
+                return self._ids[token]
+        return self.special("eod")
 
     def encode(self, text: str) -> list[int]:
         return self._inner.encode(text, add_special_tokens=False).ids
@@ -91,31 +103,157 @@ class HuggingFaceTokenizer:
         return [e.ids for e in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids) -> str:
-        return self._inner.decode(_plain(ids), skip_special_tokens=False)
+        return self._inner.decode(plain(ids), skip_special_tokens=False)
 
 
-class GPT2BPETokenizer(HuggingFaceTokenizer):
+class GPT2BPETokenizer(Vocabulary):
     """GPT-2's byte-level BPE from vocab.json and merges.txt. The text "<|endoftext|>" in a document
     is plain text."""
 
     def __init__(self, vocab_file: str, merge_file: str):
         for flag, path in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
-            if not Path(path).is_file():
-                raise DataError(f"{flag} {path} does not exist")
-        library = _tokenizers()
+            must_exist(flag, path)
+        self._source = Path(vocab_file)
         try:
-            vocabulary = json.loads(Path(vocab_file).read_text("utf-8"))
-            model = library.models.BPE.from_file(vocab_file, merge_file)
+            self._ids = json.loads(Path(vocab_file).read_text("utf-8"))
+            self._inner = _byte_level(self._ids, vocab_file, merge_file)
         except Exception as error:  # json's errors, and the Rust side's plain Exception
             raise DataError(
                 f"--vocab-file {vocab_file} with --merge-file {merge_file}: {error}"
             ) from None
-        self._inner = library.Tokenizer(model)
-        self._inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._inner.decoder = library.decoders.ByteLevel()
-        self._file = Path(vocab_file)
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self._eod = vocabulary.get(END_NAMES[0])
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        if hasattr(self._inner, "encode_batch_fast"):
+            return [e.ids for e in self._inner.encode_batch_fast(texts)]
+        return [self._inner.encode(text) for text in texts]
+
+    def decode(self, ids) -> str:
+        return self._inner.decode(plain(ids))
+
+
+class BertWordPieceTokenizer(Vocabulary):
+    """BERT's WordPiece from vocab.txt, one token a line."""
+
+    def __init__(self, vocab_file: str, *, lower_case: bool):
+        must_exist("--vocab-file", vocab_file)
+        library = package("tokenizers", "BertWordPieceLowerCase")
+        self._source = Path(vocab_file)
+        lines = self._source.read_text("utf-8").splitlines()
+        self._ids = {token.rstrip(): number for number, token in enumerate(lines)}
+        if "[UNK]" not in self._ids:
+            raise DataError(
+                f"--vocab-file {vocab_file} has no [UNK]; give BERT's vocab.txt, one token a line"
+            )
+        self._inner = library.Tokenizer(
+            library.models.WordPiece(self._ids, unk_token="[UNK]", max_input_chars_per_word=200)
+        )
+        self._inner.normalizer = library.normalizers.BertNormalizer(lowercase=lower_case)
+        self._inner.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+        self._inner.decoder = library.decoders.WordPiece()
+
+    def encode(self, text: str) -> list[int]:
+        return self._inner.encode(text).ids
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [e.ids for e in self._inner.encode_batch_fast(texts)]
+
+    def decode(self, ids) -> str:
+        return self._inner.decode(plain(ids), skip_special_tokens=False)
+
+
+class SentencePieceTokenizer(Vocabulary):
+    """A SentencePiece model file; `begin` puts its beginning token before each text, as
+    Llama2Tokenizer does."""
+
+    def __init__(self, path: str, *, begin: bool):
+        must_exist("--tokenizer-model", path)
+        library = package("sentencepiece", "GPTSentencePieceTokenizer and Llama2Tokenizer")
+        try:
+            self._inner = library.SentencePieceProcessor(model_file=path)
+        except (OSError, RuntimeError) as error:
+            raise DataError(
+                f"--tokenizer-model {path} is not a SentencePiece model: {error}"
+            ) from None
+        self._begin = begin
+        self._source = Path(path)
+        self._ids = {self._inner.id_to_piece(i): i for i in range(self._inner.get_piece_size())}
+
+    @property
+    def eod(self) -> int:
+        end = self._inner.eos_id()
+        return end if end >= 0 else self.special("eod")
+
+    def encode(self, text: str) -> list[int]:
+        return self._inner.encode(text, out_type=int, add_bos=self._begin)
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return self._inner.encode(texts, out_type=int, add_bos=self._begin, num_threads=1)
+
+    def decode(self, ids) -> str:
+        return self._inner.decode(plain(ids))
+
+
+class TikTokenizer(Vocabulary):
+    """A tiktoken vocabulary in Megatron's JSON form: [{"rank", "token_bytes" (base64),
+    "token_str"}, ...].
+
+    Ids are num_special_tokens special ones (the given names, then fillers), then the ranks.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        tiktoken_pattern: str = "v2",
+        tiktoken_num_special_tokens: int = 1000,
+        tiktoken_special_tokens: list[str] | tuple[str, ...] = ("<unk>", "<s>", "</s>"),
+        vocab_size: int = 1 << 17,
+    ):
+        must_exist("--tokenizer-model", path)
+        if tiktoken_pattern not in TIKTOKEN_PATTERNS:
+            raise DataError(
+                f"--tiktoken-pattern {tiktoken_pattern} is not known; use "
+                f"{' or '.join(TIKTOKEN_PATTERNS)}"
+            )
+        count, names = tiktoken_num_special_tokens, list(tiktoken_special_tokens)
+        if not len(names) <= count < vocab_size:
+            raise DataError(
+                f"--tiktoken-num-special-tokens {count} must be at least the {len(names)} names of "
+                f"--tiktoken-special-tokens and below --vocab-size {vocab_size}"
+            )
+        library = package("tiktoken", "TikTokenizer")
+        try:
+            table = json.loads(Path(path).read_text("utf-8"))[: vocab_size - count]
+            ranks = {base64.b64decode(row["token_bytes"]): count + row["rank"] for row in table}
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"--tokenizer-model {path} is not a tiktoken vocabulary: {error!r}"
+            ) from None
+        names += [f"<SPECIAL_{i}>" for i in range(len(names), count)]
+        special = {name: i for i, name in enumerate(names)}
+        self._inner = library.Encoding(
+            Path(path).stem,
+            pat_str=TIKTOKEN_PATTERNS[tiktoken_pattern],
+            mergeable_ranks=ranks,
+            special_tokens=special,
+        )
+        self._source = Path(path)
+        self._ids = {token.decode("utf-8", "replace"): i for token, i in ranks.items()} | special
+        self.vocab_size = max(max(ranks.values(), default=0), count - 1) + 1
+
+    vocab_size: int = 0
+
+    def encode(self, text: str) -> list[int]:
+        return self._inner.encode_ordinary(text)
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return self._inner.encode_ordinary_batch(texts, num_threads=1)
+
+    def decode(self, ids) -> str:
+        return self._inner.decode(plain(ids))
 
 
 class NullTokenizer:
@@ -128,49 +266,74 @@ class NullTokenizer:
 
     def encode(self, text: str) -> list[int]:
         try:
-            ids = [int(word) for word in text.split()]
-        except ValueError as error:
+            ids = np.array(text.split(), np.int64)
+        except (ValueError, OverflowError) as error:
             raise DataError(f"NullTokenizer reads numbers between spaces: {error}") from None
-        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            wrong = min(ids) if min(ids) < 0 else max(ids)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            wrong = ids.min() if ids.min() < 0 else ids.max()
             raise DataError(
                 f"token id {wrong} is not in 0 .. {self.vocab_size - 1}; raise --vocab-size "
                 f"{self.eod}"
             )
-        return ids
+        return ids.tolist()
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids) -> str:
-        return " ".join(map(str, _plain(ids)))
+        return " ".join(map(str, plain(ids)))
+
+    def word_starts(self) -> np.ndarray:
+        return np.ones(self.vocab_size, bool)
 
 
+# name -> class, flags it needs in order, flags it can take
 TOKENIZERS = {
-    "HuggingFaceTokenizer": (HuggingFaceTokenizer, ("--tokenizer-model",)),
-    "GPT2BPETokenizer": (GPT2BPETokenizer, ("--vocab-file", "--merge-file")),
-    "NullTokenizer": (NullTokenizer, ("--vocab-size",)),
+    "HuggingFaceTokenizer": (HuggingFaceTokenizer, ("tokenizer_model",), ()),
+    "GPT2BPETokenizer": (GPT2BPETokenizer, ("vocab_file", "merge_file"), ()),
+    "BertWordPieceLowerCase": (
+        functools.partial(BertWordPieceTokenizer, lower_case=True),
+        ("vocab_file",),
+        (),
+    ),
+    "BertWordPieceCase": (
+        functools.partial(BertWordPieceTokenizer, lower_case=False),
+        ("vocab_file",),
+        (),
+    ),
+    "GPTSentencePieceTokenizer": (
+        functools.partial(SentencePieceTokenizer, begin=False),
+        ("tokenizer_model",),
+        (),
+    ),
+    "Llama2Tokenizer": (
+        functools.partial(SentencePieceTokenizer, begin=True),
+        ("tokenizer_model",),
+        (),
+    ),
+    "TikTokenizer": (
+        TikTokenizer,
+        ("tokenizer_model",),
+        (
+            "tiktoken_pattern",
+            "tiktoken_num_special_tokens",
+            "tiktoken_special_tokens",
+            "vocab_size",
+        ),
+    ),
+    "NullTokenizer": (NullTokenizer, ("vocab_size",), ()),
 }
 
 
-def _tokenizers():
-    if importlib.util.find_spec("tokenizers") is None:
-        raise DataError("this tokenizer needs the package tokenizers: pip install tokenizers")
-    import tokenizers
+def _byte_level(vocabulary: dict[str, int], vocab_file: str, merge_file: str):
+    """A byte-level BPE: the Rust library's, or where it is not installed the one of data/bpe.py."""
+    try:
+        library = importlib.import_module("tokenizers")
+    except ImportError:
+        from data.bpe import BytePairs
 
-    return tokenizers
-
-
-def _end_name(config: str | os.PathLike, vocabulary: dict[str, int]) -> str | None:
-    """The end token's text: what tokenizer_config.json calls eos_token, or else the first usual
-    name there is."""
-    if Path(config).is_file():
-        token = json.loads(Path(config).read_text("utf-8")).get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if token in vocabulary:
-            return token
-    return next((name for name in END_NAMES if name in vocabulary), None)
-
-
-def _plain(ids) -> list[int]:
-    return np.asarray(ids, np.int64).tolist()
+        return BytePairs(vocabulary, Path(merge_file).read_text("utf-8").splitlines())
+    inner = library.Tokenizer(library.models.BPE.from_file(vocab_file, merge_file))
+    inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = library.decoders.ByteLevel()
+    return inner

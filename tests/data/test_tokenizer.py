@@ -1,5 +1,6 @@
 """Tokenizers by their Megatron names."""
 
+import base64
 import json
 import sys
 
@@ -109,7 +110,7 @@ def test_a_tokenizer_without_end_token_says_so(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
     tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
-    with pytest.raises(DataError, match="none of the end tokens"):
+    with pytest.raises(DataError, match="has no eod token"):
         _ = tokenizer.eod
 
 
@@ -117,3 +118,134 @@ def test_missing_package_is_named(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(DataError, match="pip install tokenizers"):
         build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(model))
+
+
+@pytest.mark.parametrize("kind", ["tokenizers", "python"])
+def test_gpt2_in_rust_and_in_python(model, monkeypatch, kind):
+    """Without the package tokenizers GPT-2's BPE runs in Python, with the same ids."""
+    flags = {"vocab_file": str(model / "vocab.json"), "merge_file": str(model / "merges.txt")}
+    rust = build_tokenizer("GPT2BPETokenizer", **flags)
+    if kind == "python":
+        monkeypatch.setitem(sys.modules, "tokenizers", None)
+    tokenizer = build_tokenizer("GPT2BPETokenizer", **flags)
+    assert hasattr(tokenizer._inner, "encode_batch_fast") == (kind == "tokenizers")
+    for text in (TEXT, "the  cats' hat, it's 12 o'clock   \n", "", " ", "thethethe mat\u0301"):
+        assert tokenizer.encode(text) == rust.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+WORDPIECES = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "un",
+    "##aff",
+    "##able",
+    "cafe",
+    ",",
+    "Un",
+]
+
+
+@pytest.fixture
+def vocab_txt(tmp_path):
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(WORDPIECES) + "\n")
+    return str(path)
+
+
+def test_wordpiece(vocab_txt):
+    pytest.importorskip("tokenizers")
+    lower = build_tokenizer("BertWordPieceLowerCase", vocab_file=vocab_txt)
+    cased = build_tokenizer("BertWordPieceCase", vocab_file=vocab_txt)
+    assert lower.encode("Unaffable, CAFÉ xyz") == [5, 6, 7, 9, 8, 1]
+    assert cased.encode("Unaffable") == [10, 6, 7]
+    assert lower.encode_batch(["un", ""]) == [[5], []]
+    assert (lower.cls, lower.sep, lower.mask, lower.pad, lower.vocab_size) == (2, 3, 4, 0, 11)
+    assert lower.word_starts().tolist() == [token[:2] != "##" for token in WORDPIECES]
+    assert lower.decode([5, 6, 7]) == "unaffable"
+
+
+def test_wordpiece_equals_transformers(vocab_txt):
+    pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    lower = build_tokenizer("BertWordPieceLowerCase", vocab_file=vocab_txt)
+    theirs = transformers.BertTokenizer(vocab=vocab_txt, do_lower_case=True)
+    for text in ("Unaffable, CAFÉ xyz", "un,un  \t un日本", "\u200bun\x00 aff"):
+        assert lower.encode(text) == theirs.encode(text, add_special_tokens=False)
+
+
+def test_where_words_begin(model):
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(model))
+    starts = tokenizer.word_starts()
+    ids = tokenizer.encode("the cat sat-on hath")
+    words = [tokenizer.decode([i]) for i in ids]
+    begun = [word for word, i in zip(words, ids) if starts[i]]
+    assert "".join(words) == "the cat sat-on hath" and len(begun) == 4
+    assert [word[:2] for word in begun] == [" c", " s", "-", " h"]
+
+
+def test_a_foreign_vocab_txt(tmp_path):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "vocab.txt").write_text("a\nb\n")
+    with pytest.raises(DataError, match=r"has no \[UNK\]"):
+        build_tokenizer("BertWordPieceCase", vocab_file=str(tmp_path / "vocab.txt"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "package"),
+    [("GPTSentencePieceTokenizer", "sentencepiece"), ("TikTokenizer", "tiktoken")],
+)
+def test_a_missing_package_is_named(tmp_path, monkeypatch, kind, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / "model").write_text("[]")
+    with pytest.raises(DataError, match=f"pip install {package}"):
+        build_tokenizer(kind, tokenizer_model=str(tmp_path / "model"))
+
+
+def test_sentencepiece(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (tmp_path / "text").write_text("the cat sat on the mat\n" * 50)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=20,
+        model_type="bpe",
+    )
+    plain, llama = (
+        build_tokenizer(kind, tokenizer_model=str(tmp_path / "m.model"))
+        for kind in ("GPTSentencePieceTokenizer", "Llama2Tokenizer")
+    )
+    ids = plain.encode("the cat")
+    assert plain.encode_batch(["the cat", ""]) == [ids, []]
+    assert llama.encode("the cat") == [1, *ids] and llama.encode_batch(["the cat"]) == [[1, *ids]]
+    assert (plain.eod, plain.vocab_size) == (2, 20)
+    assert plain.decode(ids) == "the cat"
+    assert plain.word_starts()[ids[0]]
+    (tmp_path / "no.model").write_text("no")
+    with pytest.raises(DataError, match="not a SentencePiece model"):
+        build_tokenizer("Llama2Tokenizer", tokenizer_model=str(tmp_path / "no.model"))
+
+
+def test_tiktoken(tmp_path):
+    pytest.importorskip("tiktoken")
+    pieces = [bytes([i]) for i in range(256)] + [b"th", b"the", b" the"]
+    rows = [
+        {"rank": i, "token_bytes": base64.b64encode(p).decode(), "token_str": repr(p)}
+        for i, p in enumerate(pieces)
+    ]
+    (tmp_path / "v.json").write_text(json.dumps(rows))
+    flags = {"tokenizer_model": str(tmp_path / "v.json"), "tiktoken_num_special_tokens": 10}
+    tokenizer = build_tokenizer("TikTokenizer", **flags)
+    assert tokenizer.encode("the the") == [10 + 257, 10 + 258]
+    assert tokenizer.encode_batch([TEXT]) == [tokenizer.encode(TEXT)]
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    assert (tokenizer.eod, tokenizer.vocab_size) == (2, 10 + 259)
+    assert 2 not in tokenizer.encode("</s>")
+    with pytest.raises(DataError, match="--tiktoken-pattern v3"):
+        build_tokenizer("TikTokenizer", **flags, tiktoken_pattern="v3")
+    (tmp_path / "v.json").write_text('{"a": 1}')
+    with pytest.raises(DataError, match="not a tiktoken vocabulary"):
+        build_tokenizer("TikTokenizer", **flags)
