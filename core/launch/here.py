@@ -1,0 +1,62 @@
+"""The first call of a program that trains: find this process's place and get ready to fail well.
+
+Comes before the first import of torch, and imports none of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+
+from core.launch.failure import Reporter, leave
+from core.launch.place import PARENT, Place, find_place
+from core.launch.supervise import RECORDS
+
+
+def find_here(nproc: str | int | None = None) -> Place:
+    """This process's place, from --nproc (a number, "gpu" or None) and the environment.
+
+    A place with `children` is the --nproc parent's: it calls `supervise`. From here on, a rank of
+    several ends at once when it raises, with a record for the others, and when its parent ends.
+    Raises LaunchError for contradictions. Calling it again changes nothing.
+    """
+    # torch's C++ side prints pages about lost connections that the launcher tells in a line
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    place = find_place(nproc, os.environ)
+    if PARENT in os.environ:
+        _die_with(int(os.environ[PARENT]))
+    if not place.children:
+        reporter_for(place).install()
+    return place
+
+
+def reporter_for(place: Place, *folders: str) -> Reporter:
+    """A Reporter that writes into these folders and, first, into the --nproc parent's."""
+    told = [os.environ[RECORDS]] if RECORDS in os.environ else []
+    return Reporter(
+        place.rank,
+        [*told, *folders],
+        parent_tells=PARENT in os.environ,
+        alone=place.size == 1,
+    )
+
+
+def _die_with(parent: int) -> None:
+    """Ends this process when its parent ends, kill -9 included."""
+    if sys.platform == "linux":
+        death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
+    else:
+        threading.Thread(target=_poll_parent, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:
+        leave(1)
+
+
+def _poll_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    leave(1)

@@ -1,0 +1,224 @@
+"""How ranks find each other: one store, and everybody's note in it.
+
+Rank 0 serves a TCPStore (torchrun's agent does where it is the launcher); every rank leaves a note
+saying who it is and with which flags it was started; rank 0 compares them and leaves a verdict.
+Called by core/launch/world.py, which owns everything that happens after.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+from core.launch.place import LaunchError, Place
+from core.launch.supervise import LISTENER
+from core.launch.watch import Circle, Process
+
+VERDICT_WAIT = 10.0  # seconds after the time for arrivals, for rank 0 to compare the notes
+NAMED = 8  # ranks and differences that an error names one by one
+
+
+# ---- the store ------------------------------------------------------------------------------
+
+
+def connect(place: Place, seconds: float) -> tuple[Any, bool]:
+    """A client of the run's TCPStore, and whether this process serves it."""
+    import torch.distributed as dist
+
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serve = place.rank == 0 and not agent_serves
+    address, port = place.master_addr, place.master_port
+    listener = _listen(place) if serve else None
+    if not serve:
+        _wait_for_port(place, seconds)
+    try:
+        store = dist.TCPStore(
+            "127.0.0.1" if serve else address,
+            port,
+            place.size,
+            serve,
+            timedelta(seconds=seconds),
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
+    except dist.DistNetworkError as error:
+        raise LaunchError(
+            f"rank {place.rank} on {socket.gethostname()}: what answers at {address}:{port} is not "
+            f"this run's rank 0 ({error}); another program has that port: set MASTER_PORT to a free "
+            f"one"
+        ) from None
+    return store, serve
+
+
+def _listen(place: Place) -> int:
+    """A file descriptor of a socket that listens on MASTER_PORT: the parent's, or a new one."""
+    if inherited := os.environ.pop(LISTENER, ""):
+        return int(inherited)
+    _resolve(place)
+    try:
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        server = socket.create_server(
+            ("", place.master_port), family=family, dualstack_ipv6=dual, backlog=1024
+        )
+    except OSError as error:
+        raise LaunchError(
+            f"rank 0 cannot listen on MASTER_PORT={place.master_port} of {socket.gethostname()} "
+            f"({os.strerror(error.errno)}): another run or a left-over process has it; set "
+            f"MASTER_PORT to a free port"
+        ) from None
+    return server.detach()
+
+
+def _resolve(place: Place) -> None:
+    try:
+        socket.getaddrinfo(place.master_addr, place.master_port)
+    except OSError as error:
+        raise LaunchError(
+            f"MASTER_ADDR={place.master_addr} does not resolve on {socket.gethostname()}: "
+            f"{error.strerror}"
+        ) from None
+
+
+def _wait_for_port(place: Place, seconds: float) -> None:
+    """Returns once somebody listens there; torch would print a page for every refused attempt."""
+    _resolve(place)
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((place.master_addr, place.master_port), 5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                host = f" (node {node})" if (node := place.node_of(0)) else ""
+                raise LaunchError(
+                    f"rank {place.rank} on {socket.gethostname()}: rank 0{host} did not answer at "
+                    f"{place.master_addr}:{place.master_port} within {seconds:g} s ({error})"
+                ) from None
+        time.sleep(0.1)
+
+
+# ---- comparing notes ------------------------------------------------------------------------
+
+
+def meet(
+    store: Any,
+    prefix: str,
+    place: Place,
+    gpu: str,
+    fingerprint: Mapping[str, str],
+    seconds: float,
+) -> list[Process]:
+    """Says who I am and returns, on rank 0, everybody in order; elsewhere an empty list.
+
+    `gpu` is the device's own id, "" on a CPU; `fingerprint` maps flags to values.
+    Raises what rank 0 finds wrong, on every rank; only rank 0 is to print it.
+    """
+    me = _myself(place.rank)
+    note = {"process": asdict(me), "gpu": gpu, "size": place.size}
+    note["flags"] = {key: str(value) for key, value in fingerprint.items()}
+    mine = json.dumps(note)
+    key = f"{prefix}/rank/{place.rank}"
+    if (other := store.compare_set(key, "", mine).decode()) != mine:
+        twin = json.loads(other)["process"]
+        raise LaunchError(
+            f"two processes say that they are rank {place.rank}: pid {twin['pid']} on "
+            f"{twin['host']} and pid {me.pid} on {me.host}"
+        )
+    if place.rank == 0:
+        notes = _await_notes(store, prefix, place.size, seconds)
+        problems = _problems(notes, place, seconds)
+        store.set(f"{prefix}/verdict", "\n".join(problems))
+        if problems:
+            time.sleep(0.5)  # for the others to read it
+            raise LaunchError("\n".join(problems))
+        return [Process(**note["process"]) for note in notes.values()]
+    try:
+        store.wait([f"{prefix}/verdict"], timedelta(seconds=seconds + VERDICT_WAIT))
+        verdict = store.get(f"{prefix}/verdict").decode()
+    except RuntimeError:
+        raise LaunchError(
+            f"rank {place.rank} on {me.host}: rank 0 at {place.master_addr}:{place.master_port} "
+            f"left or fell silent before all ranks had met"
+        ) from None
+    if verdict:
+        error = LaunchError(verdict)
+        error.mine = False
+        raise error
+    return []
+
+
+def _myself(rank: int) -> Process:
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        space = ""
+    return Process(rank, socket.gethostname(), os.getpid(), space)
+
+
+def _await_notes(store: Any, prefix: str, size: int, seconds: float) -> dict[int, dict]:
+    """What each rank that arrives in time says, by rank."""
+    deadline = time.monotonic() + seconds
+    notes: dict[int, dict] = {}
+    for rank in range(size):
+        key = f"{prefix}/rank/{rank}"
+        while not store.check([key]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if store.check([key]):
+            notes[rank] = json.loads(store.get(key))
+    return notes
+
+
+def _problems(notes: dict[int, dict], place: Place, seconds: float) -> list[str]:
+    """Everything that is wrong with this set of ranks, in words for the user."""
+    missing = [rank for rank in range(place.size) if rank not in notes]
+    problems = []
+    if missing:
+        where = [_with_node(rank, place.node_of(rank)) for rank in missing[:NAMED]]
+        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+        problems.append(
+            f"{', '.join(where)}{more} did not arrive within {seconds:g} s; "
+            f"{len(notes)} of {place.size} ranks are here"
+        )
+    mine, gpus = notes[0], {}
+    for rank, note in notes.items():
+        name = _with_node(rank, note["process"]["host"])
+        if note["size"] != mine["size"]:
+            problems.append(f"{name} belongs to a run of {note['size']} ranks, not {place.size}")
+        differing = {key for key, _ in mine["flags"].items() ^ note["flags"].items()}
+        for key in sorted(differing):
+            there, here = note["flags"].get(key, "nothing"), mine["flags"].get(key, "nothing")
+            problems.append(f"{name} was started with {key} {there}, rank 0 with {here}")
+        twin = gpus.setdefault((note["process"]["host"], note["gpu"]), rank)
+        if note["gpu"] and twin != rank:
+            problems.append(f"{name} has the same GPU as rank {twin}; start one rank a GPU")
+    if len(problems) > NAMED:
+        problems[NAMED:] = [f"… and {len(problems) - NAMED} differences more"]
+    return problems
+
+
+def _with_node(rank: int, host: str) -> str:
+    return f"rank {rank} (node {host})" if host else f"rank {rank}"
+
+
+def circle_of(
+    store: Any, prefix: str, place: Place, processes: list[Process], served_here: bool
+) -> Circle:
+    def look_up(rank: int) -> Process:
+        return Process(**json.loads(store.get(f"{prefix}/rank/{rank}"))["process"])
+
+    me = _myself(place.rank)
+    first_local = place.rank - place.local_rank
+    following = first_local + (place.local_rank + 1) % place.local_size
+    neighbour = look_up(following) if following != place.rank and following < place.size else None
+    if neighbour and not neighbour.shares_host_with(me):
+        neighbour = None
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    owner = None if agent_serves else me if served_here else look_up(0)
+    return Circle(me, neighbour, owner, processes, place.size)

@@ -1,0 +1,252 @@
+"""Three threads that keep a rank from outliving the run, or the run from outliving a rank.
+
+The listener waits, on a store connection of its own, for the one key that ends a run: "done", or
+the first `Failure`. Whoever fails writes it with compare-and-set, so all ranks leave within
+milliseconds and agree on whom to name.
+
+The pulse counts up this rank's entry in the store; on rank 0 it looks for hosts whose entries all
+stand still, because the machine or the network is gone.
+
+The look-out never touches the store, whose calls do not return when its owner is frozen. It sees
+that the pulse gets no answer, and it looks at a neighbour on the same host, in /proc: dead, or
+stopped (SIGSTOP), is seen without the neighbour's help, while one that holds Python's global lock
+for a minute is left alone.
+
+Works on a torch store handed in by core/launch/world.py, which owns one Watch; imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from core.launch.failure import Failure, Reporter
+
+BEAT = 1.0
+BEATS_A_SECOND = 2000  # of all ranks together, for the store's sake
+SILENCE = 10.0  # seconds without a sign of life
+LONE_SILENCE = 60.0  # the same for the only rank of a host, which may just be busy
+LINGER = 1.0  # how long a failed owner of the store waits for the others to have read why
+DONE = b"done"
+FOREVER = timedelta(days=30)
+
+
+@dataclass(frozen=True)
+class Process:
+    """A rank's process as others need to know it. `space` tells process-id namespaces apart."""
+
+    rank: int
+    host: str
+    pid: int
+    space: str
+
+    def shares_host_with(self, other: Process) -> bool:
+        return (self.host, self.space) == (other.host, other.space)
+
+    def state(self) -> str:
+        """R, S, D, Z (dead), T (stopped) …; "" for none. To be asked on its own host.
+
+        Without /proc every process counts as running.
+        """
+        if not Path("/proc/self/stat").exists():
+            return "R"
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return ""
+
+
+@dataclass(frozen=True)
+class Circle:
+    """Whom a rank watches.
+
+    me         this rank
+    neighbour  the next rank of my host, if there is another
+    owner      rank 0 if it serves the store; None if torchrun's agent does
+    everyone   on rank 0, all ranks in order
+    """
+
+    me: Process
+    neighbour: Process | None
+    owner: Process | None
+    everyone: Sequence[Process]
+    size: int
+
+
+class Watch:
+    """The three threads of one rank; `store` is a torch TCPStore, and each gets its own clone."""
+
+    def __init__(
+        self,
+        store: Any,
+        prefix: str,
+        circle: Circle,
+        reporter: Reporter,
+        *,
+        silence: float = SILENCE,
+    ) -> None:
+        self._store, self._prefix = store.clone(), prefix
+        self._circle, self._reporter, self._silence = circle, reporter, silence
+        self._owns_store = circle.owner == circle.me
+        self._over = threading.Event()
+        self._answered = time.monotonic()  # when the store last answered the pulse
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> Watch:
+        self._reporter.announce = self.announce
+        self._threads = [
+            threading.Thread(target=self._listen, args=(self._store.clone(),), daemon=True),
+            threading.Thread(target=self._pulse, args=(self._store.clone(),), daemon=True),
+            threading.Thread(target=self._look_out, daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def finish(self, seconds: float) -> None:
+        """Waits until every rank has got here; then nobody needs this rank any more.
+
+        Without an answer for so long this rank goes all the same: all its work is done.
+        """
+        if self._store.add(self._key("finished"), 1) == self._circle.size:
+            self._store.compare_set(self._key("end"), b"", DONE)
+        self._over.wait(seconds)
+        self._over.set()
+        self._reporter.announce = None
+        for thread in self._threads:
+            thread.join(LINGER)
+        self._say_goodbye(seconds)
+
+    def announce(self, failure: Failure) -> bool:
+        """Writes the failure where all ranks see it; False if another one came first."""
+        text = failure.to_json().encode()
+        try:
+            first = self._store.compare_set(self._key("end"), b"", text)
+            self._say_goodbye(LINGER)
+        except RuntimeError:
+            return True  # the store is gone, and that ends all others too
+        return first == text
+
+    def _say_goodbye(self, seconds: float) -> None:
+        """The owner of the store leaves last, the others at once."""
+        gone = self._store.add(self._key("gone"), 1)
+        deadline = time.monotonic() + seconds
+        while self._owns_store and gone < self._circle.size and time.monotonic() < deadline:
+            time.sleep(0.01)
+            gone = self._store.add(self._key("gone"), 0)
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
+
+    # ---- the listener -----------------------------------------------------------------------
+
+    def _listen(self, store: Any) -> None:
+        try:
+            store.wait([self._key("end")], FOREVER)
+            end = store.get(self._key("end"))
+        except RuntimeError:
+            self._store_is_gone("closed its connections")
+            return
+        if end == DONE:
+            self._over.set()
+            return
+        first, me = Failure.from_json(end), self._circle.me
+        if (first.rank, first.pid) == (me.rank, me.pid):
+            return  # my own failure, and I am on my way out
+        self._put_down(first)
+        store.add(self._key("gone"), 1)
+        self._reporter.yield_to(first)
+
+    def _store_is_gone(self, how: str) -> None:
+        time.sleep(0.2)  # for the main thread, if it is about to end in good order
+        if self._reporter.folders and not self._over.is_set():
+            self._reporter.let_the_cause_speak()
+        if self._over.is_set():
+            return
+        owner = self._circle.owner
+        if owner is None:
+            self._reporter.fail(Failure(self._circle.me.rank, f"torchrun's store {how}"))
+        else:
+            self._declare(owner, f"its store {how}")
+
+    def _put_down(self, failure: Failure) -> None:
+        """Kills a neighbour that is stopped; its supervisor would wait long for it to end."""
+        neighbour = self._circle.neighbour
+        if neighbour and failure.pid == neighbour.pid and neighbour.state() == "T":
+            os.kill(neighbour.pid, signal.SIGKILL)
+
+    # ---- the pulse --------------------------------------------------------------------------
+
+    def _pulse(self, store: Any) -> None:
+        seen: dict[int, tuple[bytes, float]] = {}
+        beat = max(BEAT, self._circle.size / BEATS_A_SECOND)
+        while not self._over.wait(beat):
+            try:
+                store.add(self._key(f"beat/{self._circle.me.rank}"), 1)
+                self._answered = time.monotonic()
+                if self._circle.everyone:
+                    self._check_hosts(store, seen)
+            except RuntimeError:
+                self._store_is_gone("closed its connections")
+                return
+
+    def _check_hosts(self, store: Any, seen: dict[int, tuple[bytes, float]]) -> None:
+        """On rank 0: every host must have a rank whose count moves."""
+        keys = [self._key(f"beat/{rank}") for rank in range(self._circle.size)]
+        if not store.check(keys):
+            return  # not all have begun
+        now = time.monotonic()
+        for rank, count in enumerate(store.multi_get(keys)):
+            if rank not in seen or seen[rank][0] != count:
+                seen[rank] = (count, now)
+        hosts: dict[str, list[Process]] = defaultdict(list)
+        for process in self._circle.everyone:
+            hosts[process.host].append(process)
+        for there in hosts.values():
+            limit = self._silence if len(there) > 1 else max(LONE_SILENCE, self._silence)
+            if all(now - seen[process.rank][1] > limit for process in there):
+                self._declare(there[0], f"no sign of life from its host for {limit:g} s")
+
+    # ---- the look-out -----------------------------------------------------------------------
+
+    def _look_out(self) -> None:
+        stopped_since: float | None = None
+        while not self._over.wait(BEAT):
+            stopped_since = self._check_neighbour(stopped_since)
+            silence = time.monotonic() - self._answered
+            if silence > self._silence + 2 * BEAT:  # a stopped neighbour is named before
+                self._store_is_gone(f"gave no answer for {silence:.0f} s")
+                return
+
+    def _check_neighbour(self, stopped_since: float | None) -> float | None:
+        """Names the neighbour if it is dead, or stopped for too long; returns since when it is."""
+        neighbour = self._circle.neighbour
+        state = neighbour.state() if neighbour else "R"
+        if state in ("", "Z", "X"):
+            time.sleep(BEAT)  # whoever started it knows more, and may say so
+            if not self._over.is_set():
+                self._declare(neighbour, "died without a word")
+        if state != "T":
+            return None
+        since = time.monotonic() if stopped_since is None else stopped_since
+        if time.monotonic() - since >= self._silence:
+            cause = f"stopped (SIGSTOP), no sign of life for {self._silence:g} s"
+            self._declare(neighbour, cause)
+        return since
+
+    def _declare(self, culprit: Process, cause: str) -> None:
+        """Names another rank as the cause and ends this one."""
+        failure = Failure(culprit.rank, cause, host=culprit.host, pid=culprit.pid)
+        self._reporter.record(failure)
+        if culprit != self._circle.owner:  # with whom the store is gone, or hangs
+            self.announce(failure)
+        self._put_down(failure)
+        self._reporter.yield_to(failure)

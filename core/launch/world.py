@@ -1,0 +1,226 @@
+"""From a `Place` to a running world: connect, compare notes, start torch.distributed; and the end.
+
+`start` in order: (1) a device; (2) one store, and in it a note from every rank, compared by rank 0
+(rendezvous.py); (3) the Watch; (4) the default process group, on the store that is there already.
+A single process does only the first: torch.distributed stays untouched.
+
+The only file with a device by name.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from core.launch.failure import Failure, Reporter, leave
+from core.launch.here import reporter_for
+from core.launch.place import LaunchError, Place
+from core.launch.rendezvous import circle_of, connect, meet
+from core.launch.signals import StopSignal
+from core.launch.supervise import GOOD_EXITS
+from core.launch.tee import tee_output
+from core.launch.watch import Watch
+
+if TYPE_CHECKING:
+    from core.comm import Group
+
+DESTROY_WAIT = 10.0  # seconds for torch to take its groups apart
+
+
+class Settings(Protocol):
+    """What `launch` reads; core.train_config.LaunchConfig has it."""
+
+    distributed_backend: str | None
+    distributed_timeout_minutes: float
+    rendezvous_timeout_seconds: float
+    log_dir: str | None
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of this run and this one's place among them.
+
+    device    "cpu", or "cuda:N" with that GPU made the current one
+    rule      how the place was found, for the log
+    backend   "gloo" or "nccl"; "none" for a single process
+    group     all ranks, as core.comm talks to them, with this run's ledger
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: str
+    rule: str
+    backend: str
+    group: Group = field(repr=False, compare=False)
+    reporter: Reporter = field(repr=False, compare=False)
+    signals: StopSignal = field(repr=False, compare=False)
+    watch: Watch | None = field(default=None, repr=False, compare=False)
+
+    def stop_requested(self) -> str | None:
+        """Why this rank was asked to stop (a signal's name), or None. Any one rank is enough."""
+        return self.signals.requested
+
+    def at_step(self, step: int) -> None:
+        """Tells failure records which step this rank is in."""
+        self.reporter.step = step
+
+
+def start(place: Place, settings: Settings, fingerprint: Mapping[str, str] | None = None) -> World:
+    """Connects this process with the others and returns the world.
+
+    `fingerprint` is what must be the same on every rank: flag -> value, version, … Raises
+    LaunchError, in the same words on all ranks where that is possible, for ranks that do not
+    arrive, ranks that were started differently, two ranks on one GPU, a port that is in use, a
+    host that does not resolve or a log directory that cannot be written.
+    """
+    from core.comm import Group
+
+    backend, device = _device(settings.distributed_backend, place)
+    reporter = reporter_for(place, *_prepare_logs(place, settings.log_dir))
+    reporter.install()
+    where = (place.rank, place.size, place.local_rank, place.local_size, device, place.rule)
+    signals = StopSignal()
+    if place.size == 1:
+        return World(*where, "none", Group.single("world"), reporter, signals)
+    seconds = settings.rendezvous_timeout_seconds
+    store, served_here = connect(place, seconds)
+    prefix = f"launch/{place.run}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    processes = meet(store, prefix, place, _identity(device), fingerprint or {}, seconds)
+    circle = circle_of(store, prefix, place, processes, served_here)
+    watch = Watch(store, prefix, circle, reporter).start()
+    minutes = settings.distributed_timeout_minutes
+    group = _start_torch(place, store, f"{prefix}/group", backend, device, minutes)
+    reporter.install()  # once more: torch has put a hook of its own in front
+    return World(*where, backend, group, reporter, signals, watch)
+
+
+def stop(world: World, *, seconds: float = 60.0) -> None:
+    """Leaves in good order, when all ranks are here or after so many seconds.
+
+    Never hangs: if torch cannot take its groups apart the process ends itself, with exit code 0.
+    """
+    if world.watch is None:
+        return
+    import torch.distributed as dist
+
+    world.watch.finish(seconds)
+    taking_apart = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    taking_apart.start()
+    taking_apart.join(DESTROY_WAIT)
+    if taking_apart.is_alive():
+        leave(0)
+    sys.excepthook = sys.__excepthook__
+
+
+@contextmanager
+def launch(
+    place: Place, settings: Settings, fingerprint: Mapping[str, str] | None = None
+) -> Iterator[World]:
+    """`start`, signals turned into `world.stop_requested()`, then `stop`.
+
+    The end is in good order if the body returns or exits with 0 or 85. What it raises is not
+    cleaned up after: it goes to the reporter, which ends the process.
+    """
+    world = start(place, settings, fingerprint)
+    world.signals.install()
+    try:
+        yield world
+    except SystemExit as error:
+        code = _exit_code(error)
+        if code not in GOOD_EXITS and world.watch:
+            cause = f"left with exit code {code}"
+            world.reporter.fail(Failure(world.rank, cause, step=world.reporter.step), code)
+        stop(world)
+        raise
+    finally:
+        world.signals.remove()
+    stop(world)
+
+
+def _exit_code(error: SystemExit) -> int:
+    if isinstance(error.code, str):
+        print(error.code, file=sys.stderr, flush=True)
+        return 1
+    return int(error.code or 0)
+
+
+def _prepare_logs(place: Place, log_dir: str | None) -> list[str]:
+    """Starts this rank's log file; returns the folders that get failure records for good."""
+    if log_dir is None:
+        return []
+    try:
+        Path(log_dir).mkdir(parents=True, exist_ok=True)
+        tee_output(Path(log_dir) / f"rank_{place.rank:04d}.log")
+    except OSError as error:
+        raise LaunchError(f"--log-dir {log_dir} cannot be written: {error.strerror}") from None
+    return [log_dir]
+
+
+# ---- devices --------------------------------------------------------------------------------
+
+
+def _device(backend: str | None, place: Place) -> tuple[str, str]:
+    """("gloo", "cpu") or ("nccl", "cuda:N"), the GPU chosen by local rank and made current.
+
+    Ranks of --nproc and torchrun see the same GPUs; a task of srun may see just its own.
+    """
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if backend == "nccl" and not count:
+        raise LaunchError("--distributed-backend nccl needs a GPU and none is visible; use gloo")
+    enough = count >= place.local_size or (count > 0 and bool(place.nodes))
+    if backend == "gloo" or not (enough or backend == "nccl"):
+        return "gloo", "cpu"
+    device = f"cuda:{place.local_rank % count}"
+    torch.cuda.set_device(device)
+    return "nccl", device
+
+
+def _identity(device: str) -> str:
+    """The GPU's own id: under --gpus-per-task every task calls its GPU number 0."""
+    if device == "cpu":
+        return ""
+    import torch
+
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
+
+
+# ---- torch.distributed ----------------------------------------------------------------------
+
+
+def _start_torch(
+    place: Place, store: Any, prefix: str, backend: str, device: str, timeout_minutes: float
+) -> Group:
+    import torch
+    import torch.distributed as dist
+
+    from core.comm import Group, Ledger
+
+    if backend == "gloo" and place.local_size == place.size:
+        # All on one machine: its own name may resolve to nothing, or to an address behind a VPN.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(prefix, store),
+        rank=place.rank,
+        world_size=place.size,
+        timeout=timedelta(minutes=timeout_minutes),
+        device_id=None if device == "cpu" else torch.device(device),
+    )
+    return Group("world", tuple(range(place.size)), place.rank, Ledger(), dist.group.WORLD)
+
+
+def _loopback() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), names[0])
