@@ -133,3 +133,9 @@ def test_nothing_takes_no_time():
     timeline = simulate(Plan.of([[], []]))
     assert (timeline.span, timeline.bubble, timeline.busy) == (0, 0, (0, 0))
     assert UNIT[Op.B] == UNIT[Op.I] + UNIT[Op.W]
+
+
+def test_a_send_waits_for_what_it_sends():
+    with pytest.raises(Stuck) as caught:
+        simulate(Plan.parse("SA0@0~1 F0@0\nRA0@1~0 F0@1"))
+    assert caught.value.why == {0: "rank 0 to finish F0@0", 1: "rank 0 to reach SA0@0~1"}
