@@ -30,7 +30,6 @@ from core.tensor_parallel.linear import (
     RowLinear,
     WeightGrad,
     apply_linear,
-    into_main_grad,
     linear_with_frozen_weight,
     linear_with_grad_accumulation_and_async_allreduce,
 )
@@ -144,7 +143,6 @@ class _ParallelLayer(nn.Module):
             nn.init.zeros_(self.bias)
 
     def _call(self, weight: Tensor, bias: Tensor | None, *, reduce_dgrad: bool = False) -> Linear:
-        fused = into_main_grad if self.gradient_accumulation_fusion else None
         return Linear(
             self.group,
             self.tag,
@@ -152,8 +150,9 @@ class _ParallelLayer(nn.Module):
             sequence_parallel=self.sequence_parallel,
             weight=weight,
             bias=bias,
-            weight_grad=self.weight_grad or fused,
+            weight_grad=self.weight_grad,
             bias_grad=self.bias_grad,
+            fused=self.gradient_accumulation_fusion,
         )
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:

@@ -31,10 +31,10 @@ from core.comm import (
 )
 from core.parallel_state import resolve
 
-# (parameter, gradient of the output [n, out], input [n, in]) -> what autograd gets, normally None
-WeightGrad = Callable[[Tensor, Tensor, Tensor], Tensor | None]
-# (parameter, gradient of the output [n, out]) -> the same
-BiasGrad = Callable[[Tensor, Tensor], Tensor | None]
+# (parameter, gradient of the output [n, out], input [n, in]); what it returns is not looked at
+WeightGrad = Callable[[Tensor, Tensor, Tensor], object]
+# (parameter, gradient of the output [n, out])
+BiasGrad = Callable[[Tensor, Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Linear:
     reduce_dgrad       column: the input gradient is added over the group
     sequence_parallel  column: the input is [s/t, b, h] and gathered; row: the output is scattered
     weight, bias       the parameters, as `weight_grad` and `bias_grad` get them
+    fused              without `weight_grad`: add to weight.main_grad, as Megatron's fusion does
     """
 
     group: Group
@@ -55,17 +56,22 @@ class Linear:
     bias: Tensor | None = None
     weight_grad: WeightGrad | None = None
     bias_grad: BiasGrad | None = None
+    fused: bool = False
 
     def gradient_of_weight(self, dy: Tensor, x: Tensor) -> Tensor | None:
-        """dw = dy' x  [out, in], or what the callable makes of it."""
+        """dw = dy' x  [out, in], for autograd; None when it was handed on."""
         if self.weight_grad is not None:
-            return self.weight_grad(self.weight, dy, x)
+            self.weight_grad(self.weight, dy, x)
+            return None
+        if self.fused and getattr(self.weight, "main_grad", None) is not None:
+            return _fuse(self.weight, dy, x)
         return dy.t() @ x
 
     def gradient_of_bias(self, dy: Tensor) -> Tensor | None:
-        """db = column sums of dy  [out]."""
+        """db = column sums of dy  [out], for autograd; None when it was handed on."""
         if self.bias_grad is not None:
-            return self.bias_grad(self.bias, dy)
+            self.bias_grad(self.bias, dy)
+            return None
         return dy.sum(dim=0)
 
 
@@ -77,14 +83,12 @@ def add_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
         main_grad.add_(dy.t() @ x)
 
 
-def into_main_grad(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
-    """Megatron's gradient accumulation fusion, as a `weight_grad`.
+def _fuse(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+    """Megatron's gradient accumulation fusion.
 
     A parameter with an attribute `grad_added_to_main_grad` (Megatron's DDP sets it) gets it set to
-    True and a placeholder gradient, so that its hooks run. One without main_grad is as always.
+    True and a placeholder gradient, so that its hooks run.
     """
-    if getattr(weight, "main_grad", None) is None:
-        return dy.t() @ x
     add_weight_grad(weight.main_grad, dy, x)
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -244,11 +248,8 @@ def linear_with_grad_accumulation_and_async_allreduce(
             "allreduce_dgrad and sequence_parallel exclude each other: under sequence parallelism "
             "the input gradient is reduce-scattered"
         )
-    if weight_grad is None and gradient_accumulation_fusion:
-        weight_grad = into_main_grad
-    group = resolve(tp_group)
     call = Linear(
-        group,
+        resolve(tp_group),
         tag,
         reduce_dgrad=allreduce_dgrad,
         sequence_parallel=sequence_parallel,
@@ -256,6 +257,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
         bias=bias,
         weight_grad=weight_grad,
         bias_grad=bias_grad,
+        fused=gradient_accumulation_fusion,
     )
     return apply_linear(ColumnLinear, input, weight, bias, call)
 
