@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.checkpoint.directory import candidates
 from core.checkpoint.errors import BrokenCheckpoint, CheckpointError
 from core.checkpoint.index import Index
-from core.checkpoint.reader import load, open_checkpoint
+from core.checkpoint.reader import Checkpoint, load, open_checkpoint
 from core.checkpoint.store import Saver, save
 from core.comm import Group
 from tests.core.checkpoint.states import (
@@ -77,6 +78,8 @@ def test_killed_at_every_step_of_a_save(ranks, tmp_path, again):
         process = start(save_until, directory, 1 if again else 2, crash_at)
         process.join()
         assert whole_iteration(directory) in (1, 2)
+        for path in candidates(directory):
+            assert list(Checkpoint(path).verify()) == [], "half of one was visible"
         save(directory, 3, [single("x", torch.full((9,), 3.0))], {"n": 3}, ALONE, keep_last=1)
         assert names_in(directory) == [".lock", "iter_0000003", "latest"]
         if process.exitcode == 0:
