@@ -50,8 +50,8 @@ def connect(place: Place, seconds: float) -> tuple[Any, bool]:
     except dist.DistNetworkError as error:
         raise LaunchError(
             f"rank {place.rank} on {socket.gethostname()}: what answers at {address}:{port} is not "
-            f"this run's rank 0 ({error}); another program has that port: set MASTER_PORT to a free "
-            f"one"
+            f"this run's rank 0 ({error}); another program has that port, set MASTER_PORT to a "
+            f"free one"
         ) from None
     return store, serve
 

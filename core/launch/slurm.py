@@ -6,6 +6,8 @@ Containers often lack `scontrol`, so node lists are expanded here. Used by core/
 import itertools
 import re
 
+ITEM = r"(?:\[[^\[\]]+\]|[^\[\],\s])+"  # one name or pattern: n7, n[01-03,7], r[1-2]n[1-2]
+
 
 def expand_nodelist(text: str) -> list[str]:
     """Host names of a SLURM node list, in order.
@@ -17,13 +19,13 @@ def expand_nodelist(text: str) -> list[str]:
 
     Raises ValueError for text that is not a node list.
     """
+    if not re.fullmatch(f"{ITEM}(,{ITEM})*", text):
+        raise ValueError(f"{text!r} is not a SLURM node list such as n[01-03,7],m5")
     names: list[str] = []
-    for item in re.findall(r"(?:\[[^\[\]]*\]|[^\[\],])+", text):
-        parts = re.split(r"(\[[^\[\]]*\])", item.strip())
+    for item in re.finditer(ITEM, text):
+        parts = re.split(r"(\[[^\[\]]*\])", item[0])
         choices = [_expand_ranges(p[1:-1], text) if p[:1] == "[" else [p] for p in parts]
         names += ["".join(choice) for choice in itertools.product(*choices)]
-    if not names or any(re.search(r"[\[\]\s]|^$", name) for name in names):
-        raise ValueError(f"{text!r} is not a SLURM node list such as n[01-03,7],m5")
     return names
 
 
