@@ -21,6 +21,11 @@ def value_of(config: Any, leaf: Leaf) -> Any:
     return functools.reduce(getattr, leaf.path, config)
 
 
+def fingerprint(config: Any) -> dict[str, str]:
+    """Every flag and its value as text: what must be equal on all ranks."""
+    return {leaf.flag: str(value_of(config, leaf)) for leaf in leaves(type(config)).values()}
+
+
 def to_argv(config: Any) -> list[str]:
     """The shortest command line that `parse` turns into this config again."""
     table = leaves(type(config))

@@ -103,6 +103,11 @@ class TransformerConfig:
         return max(8 * self.hidden_size // (3 * FFN_MULTIPLE), 1) * FFN_MULTIPLE
 
     @property
+    def bytes_per_element(self) -> int:
+        """Of a parameter."""
+        return 8 if self.fp64 else 4
+
+    @property
     def max_positions(self) -> int:
         return self.max_position_embeddings or self.seq_length
 
@@ -110,6 +115,24 @@ class TransformerConfig:
     def rotary_dim(self) -> int:
         """Channels of a head that are rotated."""
         return int(self.head_dim * self.rotary_percent)
+
+    def identity(self) -> dict[str, object]:
+        """The settings a checkpoint must agree with, by flag name and with defaults worked out."""
+        same = (
+            *("num_layers", "hidden_size", "num_attention_heads", "position_embedding_type"),
+            *("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling"),
+            *("rope_scaling_factor", "rotary_seq_len_interpolation_factor", "normalization"),
+            *("norm_epsilon", "qk_layernorm", "swiglu", "squared_relu", "disable_bias_linear"),
+            *("add_qkv_bias", "untie_embeddings_and_output_weights", "vocab_size"),
+        )
+        record = {name: getattr(self, name) for name in same}
+        if self.position_embedding_type == "learned_absolute":
+            record["max_position_embeddings"] = self.max_positions
+        return record | {
+            "kv_channels": self.head_dim,
+            "num_query_groups": self.query_groups,
+            "ffn_hidden_size": self.ffn_width,
+        }
 
     def padded_vocab_size(self, tp: int = 1) -> int:
         """Rows of the embedding over all tp ranks; vocab_size must be known."""

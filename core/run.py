@@ -1,0 +1,245 @@
+"""From built stages to a finished run: what pretrain_gpt.py and pretrain_bert.py share.
+
+    stages -> DataParallel -> Optimizer -> Trainer -> load -> train -> evaluate -> save
+
+Given stages and feeds, it knows neither models nor datasets. Read `run` first, then `Checkpoints`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from core.checkpoint.directory import differences
+from core.checkpoint.errors import CheckpointError, MissingCheckpoint
+from core.checkpoint.reader import Checkpoint, load
+from core.checkpoint.store import Saver
+from core.comm.ledger import format_table
+from core.data_parallel.buckets import DataParallel
+from core.feed import Feed
+from core.metrics import Metrics
+from core.optimizer import schedule as schedules
+from core.optimizer.adam import Optimizer
+from core.optimizer.config import OptimizerConfig
+from core.pipeline_parallel.stage import Stage
+from core.process_grid import ProcessGrid
+from core.saved_state import pieces
+from core.train import (
+    Limits,
+    Stopped,
+    Trainer,
+    TrainState,
+    one_rank_row,
+    report_evaluation,
+    train,
+)
+from core.train_config import CheckpointConfig, LoggingConfig, TrainConfig
+
+
+class Sections(Protocol):
+    """The sections of a recipe's config that a run reads; model and data are its own affair."""
+
+    optimizer: OptimizerConfig
+    train: TrainConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+
+
+@dataclass(kw_only=True)
+class Inputs:
+    """What a recipe hands over.
+
+    stages           of this rank
+    feeds            "train", and where there are such samples "valid" and "test"
+    record           the settings as plain JSON, stored in checkpoints
+    model_record     those of them that a checkpoint must agree with
+    flops_per_token  forward and backward, of the whole model
+    facts            lines to print before the first step
+    stop_requested   a reason to stop (a signal), or None
+    at_step          told the number of every step before it begins
+    """
+
+    stages: Sequence[Stage]
+    feeds: Mapping[str, Feed]
+    record: dict
+    model_record: dict
+    flops_per_token: int = 0
+    facts: Sequence[str] = ()
+    stop_requested: Callable[[], str | None] = lambda: None
+    at_step: Callable[[int], None] = lambda step: None
+    progress_bar: bool = False
+
+
+def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
+    """Train as `config` says. Returns None when the run is complete, else why it stopped."""
+    batch_schedule = config.train.batch_schedule(grid.shape.dp)
+    last = config.train.last_iteration(grid.shape.dp)
+    replicas = DataParallel(inputs.stages, grid.dp_cp, grid.tp, grid.embed)
+    optimizer = Optimizer(replicas, grid.tp, grid.pp, config.optimizer)
+    schedule = schedules.Schedule.of(
+        config.optimizer,
+        train_samples=config.train.train_samples or batch_schedule.consumed_after(last),
+        global_batch_size=batch_schedule.full,
+    )
+    trainer = Trainer(
+        grid, inputs.stages, replicas, optimizer, schedule, batch_schedule, one_rank_row
+    )
+    checkpoints = Checkpoints(config.checkpoint, trainer, inputs)
+    state = checkpoints.load()
+    with (
+        reporting(config, grid, inputs, state, last) as metrics,
+        checkpoints,
+    ):
+        for line in (*inputs.facts, *checkpoints.notes):
+            metrics.message(line)
+        stopped = None
+        if config.train.skip_train:
+            evaluate_only(trainer, state, inputs.feeds, config.train.eval_iters, metrics)
+        elif state.iteration >= last:
+            metrics.message(f"nothing to do: iteration {state.iteration} of {last} is complete")
+        else:
+            stopped = train(
+                trainer,
+                state,
+                inputs.feeds["train"],
+                limits=limits(config, last),
+                reporter=metrics,
+                save=checkpoints.save if config.checkpoint.save else None,
+                valid=inputs.feeds.get("valid"),
+                stop_requested=inputs.stop_requested,
+                at_step=inputs.at_step,
+            )
+            if stopped is None and "test" in inputs.feeds:
+                test = inputs.feeds["test"]
+                report_evaluation(trainer, state, test, config.train.eval_iters, metrics, "test")
+        if config.logging.log_communication:
+            totals = grid.ledger.grand_totals()
+            metrics.message("communication of rank 0, by group and operation")
+            metrics.message(format_table(("group", "operation"), totals))
+    return stopped
+
+
+def evaluate_only(
+    trainer: Trainer, state: TrainState, feeds: Mapping[str, Feed], iterations: int, reporter
+) -> None:
+    for name, split in (("valid", "validation"), ("test", "test")):
+        if name in feeds:
+            report_evaluation(trainer, state, feeds[name], iterations, reporter, split)
+
+
+def limits(config: Sections, last: int) -> Limits:
+    return Limits(
+        last_iteration=last,
+        eval_interval=config.train.eval_interval,
+        eval_iters=config.train.eval_iters,
+        save_interval=config.checkpoint.save_interval,
+        exit_interval=config.train.exit_interval,
+        exit_duration_in_mins=config.train.exit_duration_in_mins,
+    )
+
+
+def reporting(
+    config: Sections, grid: ProcessGrid, inputs: Inputs, state: TrainState, last: int
+) -> Metrics:
+    logging = config.logging
+    return Metrics(
+        is_writer=grid.world.rank == 0,
+        total_iterations=last,
+        first_iteration=state.iteration,
+        world_size=grid.world.size,
+        flops_per_token=inputs.flops_per_token,
+        log_interval=logging.log_interval,
+        log_throughput=logging.log_throughput,
+        metrics_file=logging.metrics_file,
+        tensorboard_dir=logging.tensorboard_dir,
+        progress_bar=inputs.progress_bar and logging.progress_bar,
+    )
+
+
+@dataclass
+class Checkpoints:
+    """Loading and saving as the flags ask; holds the folder while it is entered."""
+
+    config: CheckpointConfig
+    trainer: Trainer
+    inputs: Inputs
+    notes: list[str] = field(default_factory=list)
+    _saver: Saver | None = None
+    _loaded: int | None = None
+
+    def __enter__(self) -> Checkpoints:
+        if self.config.save:
+            self._saver = Saver(
+                self.config.save, self.trainer.grid.world, loaded=self._loaded
+            ).__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._saver is not None:
+            self._saver.__exit__(*error)
+
+    def save(self, state: TrainState) -> None:
+        trainer = self.trainer
+        optimizer = trainer.optimizer if self.config.save_optim else None
+        meta = {
+            "state": state.to_json(),
+            "schedule": trainer.schedule.to_json(),
+            "config": self.inputs.record,
+            "model": self.inputs.model_record,
+            "layout": {axis: getattr(trainer.grid.shape, axis) for axis in ("tp", "dp", "pp")},
+        }
+        owned = pieces(trainer.replicas, optimizer, trainer.grid.tp, owned=True)
+        self._saver.save(state.iteration, owned, meta)
+
+    def load(self) -> TrainState:
+        """The state to start from: fresh, or the checkpoint's. Collective."""
+        if not self.config.load:
+            return TrainState()
+        world = self.trainer.grid.world
+        try:
+            state = load(
+                Path(self.config.load), self._read, world, step=self.config.ckpt_step
+            )
+        except MissingCheckpoint:
+            if self.config.exit_on_missing_checkpoint or self.config.ckpt_step is not None:
+                raise
+            self.notes.append(f"no checkpoint in --load {self.config.load}: a fresh start")
+            return TrainState()
+        return state
+
+    def _read(self, checkpoint: Checkpoint) -> TrainState:
+        """Fill parameters and moments from a checkpoint; called again if it proves damaged."""
+        meta, trainer = checkpoint.meta, self.trainer
+        if found := differences(meta["model"], self.inputs.model_record):
+            raise CheckpointError(
+                f"{checkpoint.path} holds another model:\n  " + "\n  ".join(found)
+            )
+        resume = not self.config.finetune
+        with_optimizer = resume and self.config.load_optim
+        optimizer = trainer.optimizer if with_optimizer else None
+        if optimizer is not None and not any(
+            name.startswith("optimizer/") for name in checkpoint.names()
+        ):
+            raise CheckpointError(
+                f"{checkpoint.path} was written with --no-save-optim; add --no-load-optim, or "
+                "--finetune to start at iteration 0"
+            )
+        with torch.no_grad():
+            checkpoint.fill(pieces(trainer.replicas, optimizer, trainer.grid.tp, owned=False))
+        self._loaded = checkpoint.iteration
+        self.notes = [f"loaded {checkpoint.path}"]
+        if not resume:
+            return TrainState()
+        state = TrainState.from_json(meta["state"])
+        if with_optimizer:
+            trainer.optimizer.set_steps(state.updates)
+        saved = schedules.Schedule.from_json(meta["schedule"])
+        trainer.schedule, lines = schedules.resume(
+            trainer.schedule, saved, override=self.config.override_opt_param_scheduler
+        )
+        self.notes += lines
+        return state

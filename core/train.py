@@ -1,0 +1,320 @@
+"""The training loop: `train_step` in three paragraphs, `train` around it, `evaluate` beside it.
+
+Given a model as stages and a feed of batches; knows neither models nor datasets nor a command line.
+Read in this order: `TrainState`, `Trainer.train_step`, `train`. Progress has one owner,
+`TrainState.consumed_samples`: batch size, learning rate, data and dropout are functions of it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
+
+import torch
+
+from core.batch_schedule import BatchSchedule
+from core.comm import Group, all_reduce_, gather_objects
+from core.data_parallel.buckets import DataParallel
+from core.feed import Feed
+from core.optimizer.adam import Optimizer
+from core.optimizer.schedule import Schedule
+from core.pipeline_parallel.actions import Action, Op
+from core.pipeline_parallel.executor import Executor, StepResult
+from core.pipeline_parallel.stage import Batch, Stage
+from core.process_grid import ProcessGrid
+
+
+class TrainingStopped(RuntimeError):
+    """The run cannot go on; the text says why, on which ranks, and for which samples."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A run that ended before its last iteration, saved and resumable.
+
+    planned  by --exit-interval: a success; otherwise a signal or a time limit
+    """
+
+    why: str
+    planned: bool = False
+
+
+@dataclass
+class TrainState:
+    """Everything a restart needs besides arrays.
+
+    iteration          steps of all runs together
+    consumed_samples   the one owner of progress
+    updates            steps that changed the weights (Adam's count)
+    skipped            steps without an update: no token was kept, or a gradient was not finite
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    updates: int = 0
+    skipped: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, saved: dict[str, int]) -> TrainState:
+        return cls(**saved)
+
+
+class Reporter(Protocol):
+    """What the loop tells; core.metrics.Metrics is one."""
+
+    def begin_step(self) -> None: ...
+    def train(self, row: dict) -> None: ...
+    def evaluation(self, row: dict) -> None: ...
+    def message(self, text: str) -> None: ...
+
+
+@dataclass
+class Trainer:
+    """The parts of a step, put together once by the recipe.
+
+    make_row    (microbatches, forward_only) -> this rank's row of the plan
+    """
+
+    grid: ProcessGrid
+    stages: Sequence[Stage]
+    replicas: DataParallel
+    optimizer: Optimizer
+    schedule: Schedule
+    batch_schedule: BatchSchedule
+    make_row: Callable[[int, bool], Sequence[Action]]
+    _executors: dict[tuple[int, bool], Executor] = field(default_factory=dict)
+
+    def executor(self, microbatches: int, forward_only: bool = False) -> Executor:
+        """One per number of microbatches: a batch ramp-up needs several in a run."""
+        key = (microbatches, forward_only)
+        if key not in self._executors:
+            row = self.make_row(microbatches, forward_only)
+            self._executors[key] = Executor(row, self.stages, self.grid.pp)
+        return self._executors[key]
+
+    def train_step(self, state: TrainState, feed: Feed) -> dict:
+        """One step from `state`, which it advances. Returns the row for the log."""
+        batch_size = self.batch_schedule.size(state.consumed_samples)
+        microbatches = self.batch_schedule.microbatches(state.consumed_samples)
+        values = self.schedule.at(state.consumed_samples)
+        batches = _Remembered(feed.step(state.consumed_samples, batch_size, microbatches))
+        self.grid.ledger.begin_step(state.iteration + 1)
+        for stage in self.stages:
+            stage.train()
+
+        # 1. every microbatch forward and backward
+        self.replicas.zero_grad()
+        result = self.executor(microbatches).run(batches)
+        with self.grid.ledger.at("gradients"):
+            sums = self._reduce(result)
+            loss = sums["loss"] / sums["tokens"] if sums["tokens"] else 0.0
+            if not math.isfinite(loss):
+                self._stop_for(result, batches, state.iteration + 1, loss)
+            # 2. gradients that other ranks share: norms over tp, tied table over embed, all over dp
+            self.replicas.sum_gradients()
+        # 3. norm and clip, update
+        with self.grid.ledger.at("optimizer"):
+            stats = self.optimizer.step(
+                values.learning_rate, values.weight_decay, sums["tokens"]
+            )
+        state.iteration += 1
+        state.consumed_samples += batch_size
+        state.updates += stats.updated
+        state.skipped += not stats.updated
+        extra = {k: v for k, v in sums.items() if k not in ("loss", "tokens")}
+        return {
+            "iteration": state.iteration,
+            "consumed_samples": state.consumed_samples,
+            "lm_loss": loss,
+            "grad_norm": stats.grad_norm,
+            "learning_rate": values.learning_rate,
+            "global_batch_size": batch_size,
+            "tokens": int(sums["tokens"]),
+            "skipped": not stats.updated,
+            **extra,
+        }
+
+    @torch.no_grad()
+    def evaluate(self, feed: Feed, iterations: int) -> float:
+        """Mean loss over the first `iterations` full batches of a feed: the same samples each time.
+
+        Nothing is left behind: no gradient, no dropout, no sample is consumed.
+        """
+        for stage in self.stages:
+            stage.eval()
+        full = self.batch_schedule.full
+        microbatches = full // (self.batch_schedule.micro * self.batch_schedule.dp)
+        loss = tokens = 0.0
+        with self.grid.ledger.at("evaluation"):
+            for i in range(iterations):
+                batches = feed.step(i * full, full, microbatches)
+                sums = self._reduce(self.executor(microbatches, forward_only=True).run(batches))
+                loss, tokens = loss + sums["loss"], tokens + sums["tokens"]
+        return loss / tokens if tokens else 0.0
+
+    def _reduce(self, result: StepResult) -> dict[str, float]:
+        """Sums over dp, then from the last stage to all of pp; float64."""
+        names = self.stages[0].reports
+        zero = torch.zeros((), dtype=torch.float64, device=self.grid.device)
+        vector = torch.stack([result.sums.get(name, zero) for name in names])
+        for group in (self.grid.dp_cp, self.grid.pp):
+            all_reduce_(vector, group, tag="loss")
+        return dict(zip(names, vector.tolist(), strict=True))
+
+    def _stop_for(
+        self, result: StepResult, batches: _Remembered, iteration: int, loss: float
+    ) -> None:
+        """Raise one error on all ranks, naming ranks, samples and tensors that are not finite."""
+        mine = {
+            "microbatches": {
+                str(m): batches.samples[m]
+                for m, total in result.by_microbatch.items()
+                if not math.isfinite(total.item())
+            },
+            "parameters": [
+                name
+                for buffer in self.replicas.buffers
+                for name, param in buffer.by_name.items()
+                if not bool(torch.isfinite(param).all())
+            ],
+        }
+        found = gather_objects(mine, self.grid.world, tag="stop.not_finite")
+        lines = [f"the loss of iteration {iteration} is {loss}; nothing was updated or saved"]
+        for rank, report in enumerate(found):
+            if report["parameters"]:
+                names = report["parameters"]
+                lines.append(
+                    f"rank {rank}: {len(names)} parameters are not finite, first {names[0]}"
+                )
+            for m, samples in report["microbatches"].items():
+                lines.append(
+                    f"rank {rank}: microbatch {m}, samples {', '.join(map(str, samples))}"
+                )
+        raise TrainingStopped("\n  ".join(lines))
+
+
+def one_rank_row(microbatches: int, forward_only: bool) -> list[Action]:
+    """The row of a pipeline of one rank: forward and backward in turn."""
+    ops = (Op.F,) if forward_only else (Op.F, Op.B)
+    return [Action(op, 0, m) for m in range(microbatches) for op in ops]
+
+
+class _Remembered:
+    """Passes microbatches on and keeps their sample numbers, to name those behind a NaN."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+        self.samples: list[list[int]] = []
+
+    def __iter__(self) -> _Remembered:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        self.samples.append(batch["sample"].tolist())
+        return batch
+
+
+@dataclass(kw_only=True)
+class Limits:
+    """When a run evaluates, saves and stops. Iterations count all runs together."""
+
+    last_iteration: int
+    eval_interval: int | None = None
+    eval_iters: int = 0
+    save_interval: int | None = None
+    exit_interval: int | None = None
+    exit_duration_in_mins: float | None = None
+
+
+def train(
+    trainer: Trainer,
+    state: TrainState,
+    feed: Feed,
+    *,
+    limits: Limits,
+    reporter: Reporter,
+    save: Callable[[TrainState], None] | None = None,
+    valid: Feed | None = None,
+    stop_requested: Callable[[], str | None] = lambda: None,
+    at_step: Callable[[int], None] = lambda step: None,
+) -> Stopped | None:
+    """Train until `limits` say so. Returns None when the run is complete.
+
+    save            writes a checkpoint of `state`; called at intervals and when the run ends
+    stop_requested  a reason to stop after this step (a signal), or None; asked on every rank, and
+                    one rank's reason is everybody's
+    at_step         told the number of a step before it begins (for failure records)
+    """
+    began = time.monotonic()
+    saved_at = state.iteration
+
+    def reason() -> str | None:
+        if requested := stop_requested():
+            return requested
+        minutes = limits.exit_duration_in_mins
+        if minutes is not None and time.monotonic() - began > minutes * 60:
+            return f"--exit-duration-in-mins {minutes:g} is over"
+        return None
+
+    stopped = None
+    while state.iteration < limits.last_iteration and stopped is None:
+        at_step(state.iteration + 1)
+        reporter.begin_step()
+        reporter.train(trainer.train_step(state, feed))
+        done = state.iteration >= limits.last_iteration
+        if _due(limits.eval_interval, state.iteration) and valid is not None and not done:
+            report_evaluation(trainer, state, valid, limits.eval_iters, reporter)
+        if save is not None and _due(limits.save_interval, state.iteration):
+            save(state)
+            saved_at = state.iteration
+        stopped = _agreed(reason(), trainer.grid.world, trainer.grid.device)
+        if stopped is None and _due(limits.exit_interval, state.iteration):
+            stopped = Stopped(f"--exit-interval {limits.exit_interval}", planned=True)
+    if save is not None and saved_at != state.iteration:
+        save(state)
+    if state.iteration >= limits.last_iteration:
+        stopped = None
+        if valid is not None:
+            report_evaluation(trainer, state, valid, limits.eval_iters, reporter)
+    if stopped is not None:
+        reporter.message(f"stopped after iteration {state.iteration}: {stopped.why}")
+    return stopped
+
+
+def report_evaluation(
+    trainer: Trainer,
+    state: TrainState,
+    feed: Feed,
+    iterations: int,
+    reporter: Reporter,
+    split: str = "validation",
+) -> float:
+    loss = trainer.evaluate(feed, iterations)
+    reporter.evaluation(
+        {
+            "iteration": state.iteration,
+            "consumed_samples": state.consumed_samples,
+            "lm_loss": loss,
+            "split": split,
+        }
+    )
+    return loss
+
+
+def _due(interval: int | None, iteration: int) -> bool:
+    return interval is not None and iteration % interval == 0
+
+
+def _agreed(why: str | None, world: Group, device: torch.device) -> Stopped | None:
+    """One reduced flag a step: if any rank has a reason, all stop after this step."""
+    flag = torch.tensor([int(why is not None)], device=device)
+    if not all_reduce_(flag, world, op="max", tag="stop.flag").item():
+        return None
+    return Stopped(why or "another rank was asked to stop")

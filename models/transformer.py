@@ -1,0 +1,461 @@
+"""The transformer block: attention and MLP between norms, built from tensor-parallel layers.
+
+Sorted from simple to complex: `Norm`, `Rotary`, `Attention`, `MLP`, `Block`. A layer takes the one
+group it uses (`tp`) and plain values; nothing here knows a pipeline, a loss or a command line.
+Activations are [s, b, h]; under sequence parallelism [s/t, b, h] between the column-parallel layers
+(which gather) and the row-parallel ones (which scatter).
+
+Neighbours: core.tensor_parallel (the linears), kernels (pointwise functions), models.embedding,
+models.gpt and models.bert (which stack blocks).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core.random import DropoutKeys
+from core.shard import Shard
+from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+if TYPE_CHECKING:
+    from models.config import GPTConfig
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a microbatch carries through the blocks besides its activations.
+
+    rotary      cos and sin of this microbatch's positions (`Rotary.tables`), or None
+    mask        None, or [b, 1, s, s] bool: True where a query (row) may look at a key (column)
+    dropout     keys of this microbatch's masks, None when nothing is dropped (evaluation)
+    first_row   number of my first sequence position: nonzero under sequence parallelism
+    """
+
+    rotary: tuple[Tensor, Tensor] | None = None
+    mask: Tensor | None = None
+    dropout: DropoutKeys | None = None
+    first_row: int = 0
+
+
+@dataclass(frozen=True)
+class Build:
+    """What every layer of a model is built with: the group, the type, the seed.
+
+    tp                 the tensor-parallel group
+    dtype, device      of parameters
+    seed               initial values are a function of it, the parameter's name and the index
+    sequence_parallel  activations between the linears are cut along the sequence
+    """
+
+    tp: object
+    dtype: torch.dtype
+    device: torch.device
+    seed: int
+    sequence_parallel: bool = False
+
+    def replicated(self, shape: tuple[int, ...], value: float, *, per_token: bool = True):
+        """A parameter every tp rank holds whole: a norm's gain or a bias; no weight decay.
+
+        per_token: it sees only this rank's tokens under sequence parallelism, so that its gradient
+        must be added over tp.
+        """
+        param = nn.Parameter(torch.full(shape, value, dtype=self.dtype, device=self.device))
+        shared = ("tp",) if self.sequence_parallel and per_token else ()
+        param.shard = Shard(shape, sum_over=shared, decay=False)
+        param.sequence_parallel = bool(shared)
+        return param
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm over the last dimension.
+
+    LayerNorm  y = (x - mean) / sqrt(var + eps) * weight + bias
+    RMSNorm    y = x / sqrt(mean(x^2) + eps) * weight          (Zhang, Sennrich, 2019)
+
+    per_head: the norm of queries or keys, applied to this rank's heads of every token. Each tp rank
+    then sees other heads, so the gradient is always added over tp.
+    """
+
+    def __init__(
+        self,
+        kind: Literal["LayerNorm", "RMSNorm"],
+        width: int,
+        eps: float,
+        build: Build,
+        *,
+        per_head: bool = False,
+    ) -> None:
+        super().__init__()
+        self.kind, self.eps, self.width = kind, eps, width
+        self.weight = build.replicated((width,), 1.0)
+        self.bias = build.replicated((width,), 0.0) if kind == "LayerNorm" else None
+        if per_head:
+            for param in self.parameters():
+                param.shard = Shard((width,), sum_over=("tp",), decay=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "LayerNorm":
+            return F.layer_norm(x, (self.width,), self.weight, self.bias, self.eps)
+        return F.rms_norm(x, (self.width,), self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.kind}({self.width}, eps={self.eps})"
+
+
+# ---- rotary position embedding ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's frequency scaling: long waves are slowed by `factor`, short ones left alone."""
+
+    factor: float = 8.0
+    low_frequency: float = 1.0
+    high_frequency: float = 4.0
+    original_length: int = 8192
+
+
+def inverse_frequencies(width: int, base: float, scaling: RopeScaling | None) -> Tensor:
+    """[width / 2] float64: base^(-2i / width), scaled if asked."""
+    frequency = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    if scaling is None:
+        return frequency
+    # wave = 2 pi / frequency. Between the two limits the scaled and the plain one are blended:
+    # share = (original / wave - low) / (high - low), clamped to [0, 1].
+    wave = 2 * math.pi / frequency
+    share = (scaling.original_length / wave - scaling.low_frequency) / (
+        scaling.high_frequency - scaling.low_frequency
+    )
+    share = share.clamp(0, 1)
+    return (1 - share) * frequency / scaling.factor + share * frequency
+
+
+class Rotary:
+    """Rotary position embedding (Su et al., 2021): pairs of channels turn by p * frequency.
+
+    x [s, b, a, d] -> the same; only the first `percent` of d turns. Pairs are (i, i + w/2), or
+    neighbours (2i, 2i + 1) when interleaved. The tables are made once a microbatch.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        base: float = 10000.0,
+        percent: float = 1.0,
+        interleaved: bool = False,
+        interpolation: float = 1.0,
+        scaling: RopeScaling | None = None,
+    ) -> None:
+        self.width = int(head_dim * percent)
+        if self.width % 2:
+            raise ValueError(
+                f"rotary embedding turns {self.width} of {head_dim} channels, which must be even"
+            )
+        self.interleaved = interleaved
+        self.frequency = inverse_frequencies(self.width, base, scaling) / interpolation
+
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """positions [s, b] -> cos, sin [s, b, 1, w], computed in float64 and rounded once."""
+        angle = positions.to(torch.float64).unsqueeze(-1) * self.frequency.to(positions.device)
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)  # [s, b, w/2]
+        if self.interleaved:
+            cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
+        else:
+            cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+        return cos.unsqueeze(-2), sin.unsqueeze(-2)
+
+    def __call__(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        cos, sin = tables
+        turning, rest = x[..., : self.width], x[..., self.width :]
+        if self.interleaved:
+            pairs = turning.unflatten(-1, (-1, 2))
+            turned = torch.stack((-pairs[..., 1], pairs[..., 0]), dim=-1).flatten(-2)
+        else:
+            first, second = turning.chunk(2, dim=-1)
+            turned = torch.cat((-second, first), dim=-1)
+        out = turning * cos + turned * sin
+        return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
+
+
+def rotary_of(config: GPTConfig) -> Rotary | None:
+    """What the position flags ask for."""
+    if config.position_embedding_type != "rope":
+        return None
+    return Rotary(
+        config.head_dim,
+        base=config.rotary_base,
+        percent=config.rotary_percent,
+        interleaved=config.rotary_interleaved,
+        interpolation=config.rotary_seq_len_interpolation_factor or 1.0,
+        scaling=RopeScaling(config.rope_scaling_factor) if config.use_rope_scaling else None,
+    )
+
+
+# ---- attention ----------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Multi-head attention with grouped queries; heads are cut over tp.
+
+    x        [s, b, h]                        (or [s/t, b, h] under sequence parallelism)
+    qkv      [s, b, g/t, (a/g + 2) d]         per query group: its a/g queries, one key, one value
+    context  [s, b, a/t d]
+    out      [s, b, h]                        without the output bias, which is returned beside it
+
+    causal: a token sees itself and what came before; otherwise every token (BERT).
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        layer: int,
+        build: Build,
+        *,
+        causal: bool,
+        std_out: float,
+        rotary: Rotary | None,
+    ) -> None:
+        super().__init__()
+        name = f"layers.{layer}.attention"
+        self.layer, self.tp, self.causal = layer, build.tp, causal
+        self.head_dim = d = config.head_dim
+        self.heads = config.num_attention_heads // build.tp.size
+        self.groups = config.query_groups // build.tp.size
+        self.dropout = config.attention_dropout
+        self.softmax_in_fp32 = config.attention_softmax_in_fp32
+        bias = not config.disable_bias_linear
+        per_group = config.num_attention_heads // config.query_groups + 2
+        common = {
+            "tp_group": build.tp,
+            "sequence_parallel": build.sequence_parallel,
+            "dtype": build.dtype,
+            "device": build.device,
+            "seed": build.seed,
+        }
+        self.qkv = ColumnParallelLinear(
+            config.hidden_size,
+            config.query_groups * per_group * d,
+            bias=bias or config.add_qkv_bias,
+            gather_output=False,
+            name=f"{name}.qkv",
+            init_std=config.init_method_std,
+            **common,
+        )
+        self.out = RowParallelLinear(
+            config.num_attention_heads * d,
+            config.hidden_size,
+            bias=bias,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            name=f"{name}.out",
+            init_std=std_out,
+            **common,
+        )
+        self.query_norm = self.key_norm = None
+        if config.qk_layernorm:
+            norm = (config.normalization, d, config.norm_epsilon, build)
+            self.query_norm, self.key_norm = Norm(*norm, per_head=True), Norm(*norm, per_head=True)
+        self.rotary = rotary
+
+    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        qkv, _ = self.qkv(x)
+        s, b, _ = qkv.shape
+        d, per_group = self.head_dim, self.heads // self.groups
+        qkv = qkv.view(s, b, self.groups, (per_group + 2) * d)
+        q, k, v = qkv.split((per_group * d, d, d), dim=-1)
+        q = q.reshape(s, b, self.heads, d)  # [s, b, a/t, d]; k, v [s, b, g/t, d]
+        if self.query_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if self.rotary is not None:
+            q, k = self.rotary(q, context.rotary), self.rotary(k, context.rotary)
+        q, k, v = (y.permute(1, 2, 0, 3) for y in (q, k, v))  # [b, a/t or g/t, s, d]
+        if self.dropout > 0 and context.dropout is not None:
+            y = self._explicit(q, k, v, context)
+        else:
+            y = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=context.mask,
+                is_causal=self.causal and context.mask is None,
+                enable_gqa=self.groups != self.heads,
+            )
+        return self.out(y.permute(2, 0, 1, 3).reshape(s, b, self.heads * d))
+
+    def _explicit(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """softmax(q k' / sqrt d) with dropout by the stateless mask, every matrix in memory.
+
+        The mask of (head, query) row i counts heads over all of tp, so a rank draws its own part.
+        """
+        b, heads, s, d = q.shape
+        if self.groups != heads:
+            k, v = (y.repeat_interleave(heads // self.groups, dim=1) for y in (k, v))
+        scores = (q @ k.transpose(2, 3)) * (1 / math.sqrt(d))  # [b, a/t, s, s]
+        if context.mask is not None:
+            scores = scores.masked_fill(~context.mask, -math.inf)
+        elif self.causal:
+            future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(future, -math.inf)
+        dtype = scores.dtype
+        if self.softmax_in_fp32 and scores.element_size() < 4:
+            scores = scores.float()
+        weights = scores.softmax(dim=-1).to(dtype)
+        first = self.tp.rank * heads * s
+        rows = torch.arange(first, first + heads * s, device=q.device)
+        keep = context.dropout.keep(self.layer, "attention", rows, s, self.dropout)
+        keep = keep.view(heads, s, b, s).permute(2, 0, 1, 3)
+        return (weights * keep / (1 - self.dropout)) @ v
+
+
+# ---- MLP -----------------------------------------------------------------------------------------
+
+
+def gated_silu(x: Tensor) -> Tensor:
+    """silu(first half) * second half (SwiGLU; Shazeer, 2020)."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    """x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), GPT's form."""
+    return F.gelu(x, approximate="tanh")
+
+
+def exact_gelu(x: Tensor) -> Tensor:
+    """x Phi(x), BERT's form."""
+    return F.gelu(x)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+class MLP(nn.Module):
+    """Two linears around an activation; the inner width f is cut over tp.
+
+    inner  [s, b, f/t]    (twice that, gate and value, for the gated form)
+    out    [s, b, h]      without the output bias, which is returned beside it
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        layer: int,
+        build: Build,
+        *,
+        activation: Callable[[Tensor], Tensor],
+        std_out: float,
+    ) -> None:
+        super().__init__()
+        name = f"layers.{layer}.mlp"
+        bias = not config.disable_bias_linear
+        gated = config.swiglu
+        common = {
+            "bias": bias,
+            "tp_group": build.tp,
+            "sequence_parallel": build.sequence_parallel,
+            "dtype": build.dtype,
+            "device": build.device,
+            "seed": build.seed,
+        }
+        ffn = config.ffn_width
+        self.up = ColumnParallelLinear(
+            config.hidden_size,
+            2 * ffn if gated else ffn,
+            gather_output=False,
+            stride=2 if gated else 1,
+            name=f"{name}.up",
+            init_std=config.init_method_std,
+            **common,
+        )
+        self.activation = gated_silu if gated else activation
+        self.down = RowParallelLinear(
+            ffn,
+            config.hidden_size,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            name=f"{name}.down",
+            init_std=std_out,
+            **common,
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        inner, _ = self.up(x)
+        return self.down(self.activation(inner))
+
+
+# ---- block ---------------------------------------------------------------------------------------
+
+
+def dropout_add(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    *,
+    p: float,
+    layer: int,
+    place: str,
+    context: Context,
+) -> Tensor:
+    """residual + dropout(x + bias), x and residual [rows, b, h]."""
+    if bias is not None:
+        x = x + bias
+    if p > 0 and context.dropout is not None:
+        first = context.first_row
+        rows = torch.arange(first, first + x.shape[0], device=x.device)
+        keep = context.dropout.keep(layer, place, rows, x.shape[-1], p)
+        x = x * keep * (1 / (1 - p))
+    return residual + x
+
+
+class Block(nn.Module):
+    """One layer of the transformer.
+
+    pre   x += dropout(attention(norm(x)));  x += dropout(mlp(norm(x)))      (GPT)
+    post  x = norm(x + dropout(attention(x)));  x = norm(x + dropout(mlp(x)))  (the original BERT)
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        layer: int,
+        build: Build,
+        *,
+        norm_placement: Literal["pre", "post"] = "pre",
+        causal: bool = True,
+        activation: Callable[[Tensor], Tensor] = tanh_gelu,
+        rotary: Rotary | None = None,
+    ) -> None:
+        super().__init__()
+        self.layer, self.hidden_dropout = layer, config.hidden_dropout
+        self.norm_first = norm_placement == "pre"
+        # the two matrices that write to the residual stream: std / sqrt(2 l), as GPT-2
+        std_out = config.init_method_std / math.sqrt(2 * config.num_layers)
+        norm = (config.normalization, config.hidden_size, config.norm_epsilon, build)
+        self.attention_norm = Norm(*norm)
+        self.attention = Attention(
+            config, layer, build, causal=causal, std_out=std_out, rotary=rotary
+        )
+        self.mlp_norm = Norm(*norm)
+        activation = squared_relu if config.squared_relu else activation
+        self.mlp = MLP(config, layer, build, activation=activation, std_out=std_out)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        where = {"p": self.hidden_dropout, "layer": self.layer, "context": context}
+        if self.norm_first:
+            y, bias = self.attention(self.attention_norm(x), context)
+            x = dropout_add(y, bias, x, place="attention_out", **where)
+            y, bias = self.mlp(self.mlp_norm(x))
+            return dropout_add(y, bias, x, place="mlp_out", **where)
+        y, bias = self.attention(x, context)
+        x = self.attention_norm(dropout_add(y, bias, x, place="attention_out", **where))
+        y, bias = self.mlp(x)
+        return self.mlp_norm(dropout_add(y, bias, x, place="mlp_out", **where))

@@ -1,0 +1,73 @@
+"""The numbers do not depend on the layout: weights, losses and norms of every tp x dp x sequence
+parallelism x microbatch equal those of one process.
+
+Reported for other frameworks: NVIDIA/Megatron-LM#1736, pytorch/torchtitan#1750 (the loss curve
+moves with tp), NVIDIA-NeMo/Megatron-Bridge#5840 (initial spread grows with tp).
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from core.comm import Group
+from tests.training import GPT2, LLAMA, WITH_DROPOUT, Layout, Run, short_run
+
+SHAPES = {
+    "gpt2": GPT2,
+    "gpt2-dropout": replace(GPT2, **WITH_DROPOUT),
+    "llama": LLAMA,
+    "llama-dropout": replace(LLAMA, **WITH_DROPOUT),
+}
+LAYOUTS = [  # (ranks, layout): tp 1/2/4 x dp 1/2 x sequence parallel x microbatch 1/2/4
+    (1, Layout(micro_batch_size=1)),
+    (1, Layout(micro_batch_size=4)),
+    (2, Layout(micro_batch_size=2)),
+    (2, Layout(tp=2, micro_batch_size=4)),
+    (2, Layout(tp=2, sequence_parallel=True, micro_batch_size=1)),
+    (4, Layout(tp=2, micro_batch_size=2)),
+    (4, Layout(tp=2, sequence_parallel=True, micro_batch_size=2)),
+    (4, Layout(tp=4, micro_batch_size=2)),
+    (4, Layout(tp=4, sequence_parallel=True, micro_batch_size=4)),
+]
+STEPS = 20
+_references: dict[tuple[str, bool], Run] = {}
+
+
+def reference(shape: str, fp64: bool) -> Run:
+    key = (shape, fp64)
+    if key not in _references:
+        model = replace(SHAPES[shape], fp64=fp64)
+        _references[key] = short_run(Group.single("world"), model, Layout(), STEPS)
+    return _references[key]
+
+
+def close(a: list[float], b: list[float], rtol: float) -> None:
+    torch.testing.assert_close(
+        torch.tensor(a, dtype=torch.float64),
+        torch.tensor(b, dtype=torch.float64),
+        rtol=rtol,
+        atol=0,
+    )
+
+
+@pytest.mark.parametrize("fp64", [False, True], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("size", "layout"), LAYOUTS, ids=str)
+def test_every_layout_equals_one_process(ranks, shape, size, layout, fp64):
+    one = reference(shape, fp64)
+    model = replace(SHAPES[shape], fp64=fp64)
+    for run in ranks.run(short_run, model, layout, STEPS, size=size):
+        assert run.initial.keys() == one.initial.keys()
+        for name, value in run.initial.items():
+            assert torch.equal(value, one.initial[name]), f"initial {name}"
+        first, later = (1e-12, 1e-12) if fp64 else (1e-6, 1e-5)
+        close(run.losses[:1], one.losses[:1], first)
+        close(run.norms[:1], one.norms[:1], first)
+        close(run.losses, one.losses, later)
+        close(run.norms, one.norms, later)
+
+
+def test_the_loss_falls():
+    one = reference("gpt2", False)
+    assert one.losses[-1] < one.losses[0] - 0.3

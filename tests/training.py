@@ -1,0 +1,131 @@
+"""Short training runs for parity tests: a few steps of a tiny GPT on any layout, on given ranks.
+
+`short_run` is sent to ranks by the tests; it returns plain values, so that runs of different
+layouts can be compared in the test process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from core.comm import Group, all_gather
+from core.data_parallel.buckets import DataParallel
+from core.feed import Feed
+from core.grid import RankGrid
+from core.optimizer.adam import Optimizer
+from core.optimizer.config import OptimizerConfig
+from core.optimizer.schedule import Schedule
+from core.process_grid import ProcessGrid
+from core.shard import shard_of
+from core.train import Trainer, TrainState, one_rank_row
+from core.train_config import TrainConfig
+from data.batches import microbatches
+from data.mock import MockGPTDataset
+from models.config import GPTConfig
+from models.gpt import build_stages
+
+GPT2 = GPTConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    seq_length=16,
+    vocab_size=50,
+    make_vocab_size_divisible_by=2,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+)
+LLAMA = replace(
+    GPT2,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    disable_bias_linear=True,
+    group_query_attention=True,
+    num_query_groups=4,
+    num_attention_heads=8,
+    untie_embeddings_and_output_weights=True,
+    qk_layernorm=True,
+)
+WITH_DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+
+
+@dataclass(frozen=True)
+class Layout:
+    tp: int = 1
+    sequence_parallel: bool = False
+    micro_batch_size: int = 2
+
+
+@dataclass
+class Run:
+    """losses and norms by step; first and last weights, gathered, by name."""
+
+    losses: list[float]
+    norms: list[float]
+    initial: dict[str, torch.Tensor]
+    final: dict[str, torch.Tensor]
+
+
+def make_trainer(world: Group, model: GPTConfig, layout: Layout, **optim) -> tuple[Trainer, Feed]:
+    grid = ProcessGrid.build(RankGrid.fit(world.size, tp=layout.tp), world)
+    dtype = torch.float64 if model.fp64 else torch.float32
+    train = TrainConfig(micro_batch_size=layout.micro_batch_size, global_batch_size=8, seed=1)
+    stages = build_stages(
+        model,
+        grid,
+        micro_batch_size=layout.micro_batch_size,
+        sequence_parallel=layout.sequence_parallel,
+        seed=1,
+        dtype=dtype,
+    )
+    config = OptimizerConfig(**{"lr": 1e-3, "lr_decay_style": "constant", **optim})
+    replicas = DataParallel(stages, grid.dp_cp, grid.tp, grid.embed)
+    optimizer = Optimizer(replicas, grid.tp, grid.pp, config)
+    schedule = Schedule.of(config, train_samples=8000, global_batch_size=8)
+    trainer = Trainer(
+        grid, stages, replicas, optimizer, schedule, train.batch_schedule(grid.shape.dp), one_rank_row
+    )
+    dataset = MockGPTDataset(model.vocab_size, model.seq_length, 1)
+
+    def source(consumed: int, global_batch: int):
+        return microbatches(
+            dataset, consumed, global_batch, layout.micro_batch_size, grid.dp.rank, grid.dp.size
+        )
+
+    feed = Feed(
+        source if grid.tp.rank == 0 else None,
+        grid.tp,
+        grid.device,
+        integers=("tokens", "labels", "position_ids", "sample"),
+        floats=("loss_mask",),
+    )
+    return trainer, feed
+
+
+def gathered(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Logical parameters by name, whole."""
+    tp, out = trainer.grid.tp, {}
+    for stage in trainer.stages:
+        for name, param in stage.named_parameters():
+            shard = shard_of(param)
+            local = param.detach().clone().view(shard.local_shape(tp.size))
+            if shard.dim is not None:
+                local = all_gather(local, tp, dim=shard.dim, tag="test.gather")
+                local = local.narrow(shard.dim, 0, shard.shape[shard.dim])
+            out[name] = local
+    return out
+
+
+def short_run(world: Group, model: GPTConfig, layout: Layout, steps: int, **optim) -> Run:
+    trainer, feed = make_trainer(world, model, layout, **optim)
+    initial, state, rows = gathered(trainer), TrainState(), []
+    for _ in range(steps):
+        rows.append(trainer.train_step(state, feed))
+    return Run(
+        [row["lm_loss"] for row in rows],
+        [row["grad_norm"] for row in rows],
+        initial,
+        gathered(trainer),
+    )
