@@ -122,30 +122,30 @@ def _foreign_text(directory: Path, foreign: list[str]) -> str:
 def problems(directory: Path | str, bytes_needed: int) -> Iterator[str]:
     """One sentence per reason why a checkpoint of this many bytes could not be saved there.
 
-    Writes nothing: the probe is an unnamed file where the system has such, in the nearest folder
-    that exists.
+    The caller names the flag. Writes nothing: the probe is an unnamed file where the system has
+    such, in the nearest folder that exists.
     """
     directory = Path(directory)
     existing = directory.absolute()
     while not os.path.lexists(existing):
         existing = existing.parent
     if not existing.is_dir():
-        yield f"--save {directory}: {existing} is not a folder"
+        yield f"{existing} is not a folder"
         return
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        yield f"--save {directory}: cannot write in {existing} ({error.strerror})"
+        yield f"cannot write in {existing} ({error.strerror})"
         return
     foreign = [name for name in foreign_files(directory) if name.startswith(("iter_", _TRACKER))]
     if foreign and not _complete(directory):
-        yield f"--save: {_foreign_text(directory, foreign)}; choose another folder"
+        yield f"{_foreign_text(directory, foreign)}; choose another folder"
     free = shutil.disk_usage(existing).free
     if free < bytes_needed:
         yield (
-            f"--save {directory}: a checkpoint takes {size_text(bytes_needed)}, {existing} has "
-            f"{size_text(free)} free; free some space or choose another folder"
+            f"a checkpoint takes {size_text(bytes_needed)}, {existing} has {size_text(free)} free; "
+            "free some space or choose another folder"
         )
 
 

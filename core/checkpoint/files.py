@@ -9,11 +9,13 @@ checksums are returned to the caller, who keeps them in the index (index.py).
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -55,17 +57,37 @@ def dtype_named(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+@dataclass(frozen=True)
+class Deferred:
+    """A tensor that is made when its turn to be written comes, and dropped after: for a model that
+    is converted without ever being whole in memory."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+    is_cuda = False
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+
 def write_file(
-    path: Path, entries: Sequence[tuple[str, Tensor]]
+    path: Path,
+    entries: Sequence[tuple[str, Tensor | Deferred]],
+    metadata: dict[str, str] | None = None,
 ) -> tuple[StoredFile, list[tuple[int, ...]]]:
     """Writes tensors under their keys and syncs the file.
 
     Returns the file's facts and, per entry, the crc32 of each of its blocks. A tensor that is not
-    contiguous on the host is copied when its turn comes: extra memory is one tensor. OSError when
-    the disk is full.
+    contiguous on the host is copied when its turn comes: extra memory is one tensor. `metadata` is
+    what the format allows besides tensors. OSError when the disk is full.
     """
     order = sorted(range(len(entries)), key=lambda i: -entries[i][1].element_size())  # stay aligned
-    header, end = _header([entries[i] for i in order])
+    header, end = _header([entries[i] for i in order], metadata)
     sums: dict[int, tuple[int, ...]] = {}
     target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
@@ -80,9 +102,12 @@ def write_file(
     return StoredFile(len(header) + end, zlib.crc32(header)), [sums[i] for i in range(len(entries))]
 
 
-def _header(entries: Sequence[tuple[str, Tensor]]) -> tuple[bytes, int]:
+def _header(
+    entries: Sequence[tuple[str, Tensor | Deferred]], metadata: dict[str, str] | None
+) -> tuple[bytes, int]:
     """The header with its length in front, and the number of bytes that will follow it."""
-    facts, end = {}, 0
+    facts: dict[str, dict] = {"__metadata__": metadata} if metadata else {}
+    end = 0
     for key, tensor in entries:
         if key in facts:
             raise ValueError(f"{key} is written twice by one rank")
@@ -195,8 +220,12 @@ def _scratch(size: int) -> memoryview:
     return memoryview(buffer)[:size]
 
 
-def host_bytes(tensor: Tensor) -> memoryview:
+def host_bytes(tensor: Tensor | Deferred) -> memoryview:
     """The bytes in row-major order: a view if the tensor is contiguous on the host, else a copy."""
+    if isinstance(tensor, Deferred):
+        made, tensor = tensor, tensor.make()
+        if (tensor.shape, tensor.dtype) != (torch.Size(made.shape), made.dtype):
+            raise ValueError(f"{made} made {tensor.dtype} of shape {tuple(tensor.shape)}")
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())
 

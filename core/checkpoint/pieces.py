@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from core.checkpoint.files import Deferred
 from core.checkpoint.slices import (
     Box,
     flat_boxes,
@@ -32,12 +33,13 @@ class Piece:
     name    e.g. "model/layers.0.attention.qkv.weight", "optimizer/exp_avg/layers.0…"
     shape   of the whole logical tensor, without padding
     box     (start, stop) per dimension; `tensor.shape` is its lengths
+    tensor  to be written, it may also be made when its turn comes (files.Deferred)
     """
 
     name: str
     shape: tuple[int, ...]
     box: Box
-    tensor: Tensor
+    tensor: Tensor | Deferred
 
     def __post_init__(self) -> None:
         inside = len(self.box) == len(self.shape) and all(

@@ -157,7 +157,7 @@ def test_problems_before_a_run(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [], "nothing was written"
     (tmp_path / "file").write_text("")
     assert list(problems(tmp_path / "file" / "x", 1)) == [
-        f"--save {tmp_path / 'file' / 'x'}: {tmp_path / 'file'} is not a folder"
+        f"{tmp_path / 'file'} is not a folder"
     ]
     usage = SimpleNamespace(free=5 * 1024**2)
     monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: usage)
