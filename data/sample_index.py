@@ -22,32 +22,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.indexed import DataError
+from data.draws import permutation
+from data.index_format import DataError
 
 DOCUMENTS, SAMPLES = 0, 1  # the two shuffles of an epoch draw from different streams
-
-
-def permutation(
-    count: int, seed: int, epoch: int, stream: int, *, last_stays: bool = False
-) -> np.ndarray:
-    """int64 [count]: a random order of 0 .. count - 1 as a function of (seed, epoch, stream).
-
-    Sorts random words that carry their index in the low bits. Philox words are fixed by their
-    definition, so the order is the same on every machine and numpy version (numpy's own
-    `permutation` promises no such thing), and sorting is twice as fast as swapping at millions of
-    entries.
-    """
-    key = np.array([seed % 2**64, epoch << 8 | stream], np.uint64)
-    words = np.random.Philox(key=key).random_raw(count)
-    bits = np.uint64(max(count - 1, 1).bit_length())
-    if last_stays:
-        words[count - 1 :] = 2**64 - 1
-    words >>= bits
-    words <<= bits
-    words |= np.arange(count, dtype=np.uint64)
-    words.sort()
-    words &= (np.uint64(1) << bits) - np.uint64(1)
-    return words.view(np.int64)
 
 
 @dataclass(frozen=True)
@@ -74,11 +52,11 @@ def draw_epoch(document_offsets: np.ndarray, seq_length: int, seed: int, number:
     if len(filled) < len(lengths):
         lengths = lengths[filled]
         document_offsets = document_offsets[:-1][filled]
-    order = permutation(len(lengths), seed, number, DOCUMENTS)
+    order = permutation(len(lengths), seed, number << 8 | DOCUMENTS)
     bounds = np.zeros(len(order) + 1, np.int64)
     np.cumsum(lengths[order], out=bounds[1:])
     first, stop = (first_sample(int(bounds[-1]), seq_length, e) for e in (number, number + 1))
-    samples = permutation(stop - first, seed, number, SAMPLES, last_stays=True)
+    samples = permutation(stop - first, seed, number << 8 | SAMPLES, last_stays=True)
     return Epoch(document_offsets[order], bounds, samples)
 
 
