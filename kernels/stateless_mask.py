@@ -17,6 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.gpu import jit, tl
+
 ODD = 0x9E3779B9  # 2^32 / golden ratio: neighbouring elements start far apart
 MULTIPLY_1 = 0x7FEB352D
 MULTIPLY_2 = 0x846CA68B
@@ -60,3 +62,32 @@ def keep_mask(keys: Tensor, length: int, p: float, offset: int = 0) -> Tensor:
     x = _mix_(x)
     # unsigned comparison on signed numbers: flip the top bit of both sides
     return x.bitwise_xor_(-(1 << 31)) >= threshold(p) - (1 << 31)
+
+
+# ---- the same in Triton --------------------------------------------------------------------------
+
+_ODD = tl.constexpr(ODD)
+_MULTIPLY_1 = tl.constexpr(MULTIPLY_1)
+_MULTIPLY_2 = tl.constexpr(MULTIPLY_2)
+_TOP_BIT = tl.constexpr(1 << 31)
+
+
+def lowest_kept(p: float) -> int:
+    """`keep_element`'s threshold: an int32, since both sides have their top bit flipped."""
+    return threshold(p) - (1 << 31)
+
+
+@jit
+def _mix(x):
+    x = (x ^ (x >> 16)) * _MULTIPLY_1
+    x = (x ^ (x >> 15)) * _MULTIPLY_2
+    return x ^ (x >> 16)
+
+
+@jit
+def keep_element(key, column, lowest):
+    """Whether elements `column` of the row with this int64 key survive; see `lowest_kept`."""
+    low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    x = _mix(column.to(tl.uint32) * _ODD + low)
+    x = _mix(x ^ high) ^ _TOP_BIT
+    return x.to(tl.int32, bitcast=True) >= lowest
