@@ -1,10 +1,14 @@
 """For all tests: `ranks`, the pool of gloo processes, and the skip of GPU tests without a GPU."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.ranks import RankPool
+
+# Before torch is imported: what its stores have to say about connections that tests cut.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 @pytest.fixture(scope="session")

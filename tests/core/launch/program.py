@@ -1,0 +1,89 @@
+"""What the launch tests start: a program that finds its place, steps, and fails as it is told.
+
+Run as a script, under python, --nproc or torchrun; `--light` leaves torch and the world out, so
+that it starts in a moment.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from core.launch import STOPPED, LaunchError, find_here, launch, refuse, supervise
+from core.train_config import LaunchConfig
+
+FAILING_STEP = 2
+
+
+def misbehave(how: str) -> None:
+    if how == "raise":
+        raise ValueError("planted")
+    if how == "refuse":
+        raise LaunchError("--data-path x.bin: no such file")
+    if how == "exit":
+        sys.exit(3)
+    if how == "_exit":
+        os._exit(7)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def run_light(place, args) -> int:
+    """Steps of 10 ms that nobody waits for."""
+    print(f"pid {os.getpid()} of rank {place.rank}", flush=True)
+    for step in range(args.steps):
+        if step == FAILING_STEP and place.rank == args.culprit:
+            misbehave(args.how)
+        time.sleep(0.01)
+    return args.code
+
+
+def run(place, args) -> int:
+    settings = LaunchConfig(rendezvous_timeout_seconds=args.rendezvous, log_dir=args.log_dir)
+    with launch(place, settings, {"--steps": str(args.steps)}) as world:
+        import torch
+
+        from core.comm import all_reduce_
+
+        for step in range(args.steps):
+            world.at_step(step)
+            if args.ready and step == 1:
+                Path(args.ready, str(world.rank)).touch()
+            if step == FAILING_STEP and world.rank == args.culprit:
+                misbehave(args.how)
+            stop = torch.tensor([float(world.stop_requested() is not None)])
+            if all_reduce_(stop, world.group, op="max", tag="stop").item():
+                print(f"rank {world.rank} stopped at {step} ({world.stop_requested()})", flush=True)
+                return STOPPED
+            time.sleep(0.02)
+        print(f"rank {world.rank} of {world.size} on {world.device}: {world.rule}", flush=True)
+    return args.code
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--nproc")
+    parser.add_argument("--light", action="store_true")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--culprit", type=int, default=-1)
+    parser.add_argument("--how", default="")
+    parser.add_argument("--code", type=int, default=0)
+    parser.add_argument("--rendezvous", type=float, default=60)
+    parser.add_argument("--log-dir")
+    parser.add_argument("--ready")
+    args = parser.parse_args()
+    try:
+        place = find_here(args.nproc)
+    except LaunchError as error:
+        refuse(error)
+    if place.children:
+        return supervise(place, sys.argv[1:])
+    return run_light(place, args) if args.light else run(place, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

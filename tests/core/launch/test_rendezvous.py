@@ -1,0 +1,107 @@
+"""Ranks compare notes through a store: who is missing, who differs, who is there twice.
+
+The ranks are threads of this process around one real TCPStore.
+"""
+
+import socket
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from core.launch.place import LaunchError, Place
+from core.launch.rendezvous import connect, meet
+
+
+def place_of(rank: int, size: int, port: int = 0, **more) -> Place:
+    return Place("test", rank, size, rank, size, "127.0.0.1", port, **more)
+
+
+def meet_all(flags: dict[int, dict], size: int, *, gpus=None, seconds=2.0, **more):
+    """Lets the ranks in `flags` meet; returns the verdict of each as text, "" for a good one."""
+    server = dist.TCPStore(
+        "127.0.0.1", 0, size, True, timedelta(seconds=10), wait_for_workers=False
+    )
+    verdicts: dict[int, str] = {}
+
+    def one(rank: int) -> None:
+        store = server.clone()
+        try:
+            found = meet(store, "t", place_of(rank, size, **more), (gpus or {}).get(rank, ""),
+                         flags[rank], seconds)  # fmt: skip
+            verdicts[rank] = ""
+            if rank == 0:
+                assert [process.rank for process in found] == list(range(size))
+        except LaunchError as error:
+            verdicts[rank] = str(error)
+            assert error.mine == (rank == 0)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in flags]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return verdicts
+
+
+def test_ranks_that_agree_meet() -> None:
+    flags = {"--hidden-size": "64", "version": "1"}
+    assert meet_all(dict.fromkeys(range(3), flags), 3) == {0: "", 1: "", 2: ""}
+
+
+def test_a_differing_flag_is_named_on_every_rank() -> None:
+    one, other = {"--hidden-size": "64", "--fp64": "yes"}, {"--hidden-size": "128"}
+    verdicts = meet_all({0: one, 1: other, 2: one}, 3)
+    assert len(set(verdicts.values())) == 1
+    host = socket.gethostname()
+    assert verdicts[2].splitlines() == [
+        f"rank 1 (node {host}) was started with --fp64 nothing, rank 0 with yes",
+        f"rank 1 (node {host}) was started with --hidden-size 128, rank 0 with 64",
+    ]
+
+
+def test_missing_ranks_are_named_with_their_nodes() -> None:
+    nodes = (("n1", 2), ("n2", 2))
+    verdicts = meet_all({0: {}, 1: {}}, 4, seconds=0.3, nodes=nodes)
+    text = "rank 2 (node n2), rank 3 (node n2) did not arrive within 0.3 s; 2 of 4 ranks are here"
+    assert verdicts == {0: text, 1: text}
+
+
+def test_many_differences_are_cut_short() -> None:
+    flags = {rank: {f"--flag-{i}": str(rank) for i in range(20)} for rank in range(2)}
+    lines = meet_all(flags, 2)[0].splitlines()
+    assert len(lines) == 9 and lines[-1] == "… and 12 differences more"
+
+
+def test_two_ranks_on_one_gpu() -> None:
+    verdicts = meet_all({0: {}, 1: {}}, 2, gpus={0: "GPU-a", 1: "GPU-a"})
+    assert "rank 1" in verdicts[1] and "has the same GPU as rank 0" in verdicts[1]
+
+
+def test_a_rank_that_is_there_twice() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=10), wait_for_workers=False)
+    server.set("t/rank/1", '{"process": {"rank": 1, "host": "n9", "pid": 7, "space": ""}}')
+    with pytest.raises(LaunchError, match="two processes say that they are rank 1: pid 7 on n9"):
+        meet(server.clone(), "t", place_of(1, 2), "", {}, 1.0)
+
+
+def test_a_port_in_use() -> None:
+    """C087: a port that is already bound gives a clear message."""
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=rf"MASTER_PORT={port} .*Address already in use"):
+            connect(place_of(0, 2, port), 1.0)
+
+
+def test_a_host_that_does_not_resolve() -> None:
+    place = Place("test", 1, 2, 1, 2, "no-such-host.invalid", 1234)
+    with pytest.raises(LaunchError, match=r"MASTER_ADDR=no-such-host\.invalid does not resolve"):
+        connect(place, 1.0)
+
+
+def test_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(LaunchError, match=rf"rank 0 did not answer at 127\.0\.0\.1:{port}"):
+        connect(place_of(1, 2, port), 0.3)

@@ -1,0 +1,191 @@
+"""The --nproc parent, with ranks that need no torch and start in a moment."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from core.launch import find_here
+from core.launch.failure import Failure, describe_exit, read_failures
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = [sys.executable, "-W", "error", str(Path(__file__).with_name("program.py"))]
+
+
+def clean_environ(**more: str) -> dict[str, str]:
+    """This process's environment without what a launcher around the tests may have set."""
+    drop = re.compile(r"RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC|PHALANX_|OMP_|PYTEST_|TORCH_CPP_")
+    kept = {key: value for key, value in os.environ.items() if not drop.match(key)}
+    return {**kept, "PYTHONPATH": str(ROOT), **more}
+
+
+def start(*arguments: str, **environ: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [*PROGRAM, *arguments],
+        env=clean_environ(**environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def light(*arguments: str, **environ: str) -> tuple[int, str, str]:
+    process = start("--light", *arguments, **environ)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_rank_0_has_stdout_and_the_others_are_told_apart_on_stderr() -> None:
+    code, out, err = light("--nproc", "3")
+    assert code == 0
+    assert re.fullmatch(r"pid \d+ of rank 0\n", out)
+    assert sorted(re.sub(r"\d{2,}", "N", line) for line in err.splitlines()) == [
+        "[rank 1] pid N of rank 1",
+        "[rank 2] pid N of rank 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "cause"),
+    [
+        ("raise", 1, "ValueError: planted"),
+        ("exit", 3, "left with exit code 3"),
+        ("_exit", 7, "left with exit code 7"),
+        ("kill", 137, "killed by signal 9 (SIGKILL)"),
+    ],
+)
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_the_first_failure_is_said_last_and_ends_all(how, code, cause, culprit) -> None:
+    start, options = time.monotonic(), ["--culprit", str(culprit), "--how", how]
+    found, _, err = light("--nproc", "3", "--steps", "3000", *options)
+    assert time.monotonic() - start < 15
+    assert found == code
+    last = err.rstrip().splitlines()[-1]
+    assert re.fullmatch(rf"rank {culprit} \(.+, pid \d+\) failed: {re.escape(cause)}", last)
+    if how == "raise":  # the traceback itself is right above, and only there
+        assert err.count("Traceback") == 1
+        assert err.rstrip().splitlines()[-2] == "ValueError: planted"
+    pids = [int(pid) for pid in re.findall(r"pid (\d+) of rank", err)]
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_a_traceback_from_before_the_launcher_was_there_is_found(tmp_path) -> None:
+    program = tmp_path / "broken.py"
+    program.write_text(
+        "import sys\n"
+        "from core.launch import find_here, supervise\n"
+        "import os\n"
+        "if os.environ.get('RANK') == '1': raise ImportError('broken install')\n"
+        "place = find_here(2)\n"
+        "sys.exit(supervise(place, []) if place.children else 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, program], env=clean_environ(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    lines = done.stderr.rstrip().splitlines()
+    assert re.fullmatch(r"rank 1 \(.+\) failed: left with exit code 1", lines[-1])
+    assert lines[-2] == "ImportError: broken install"
+
+
+def test_bad_input_is_said_once_and_nothing_failed() -> None:
+    code, _, err = light("--nproc", "2", "--culprit", "0", "--how", "refuse")
+    assert code == 2
+    assert err.count("error: --data-path x.bin: no such file") == 1
+    assert "failed" not in err.splitlines()[-1]
+
+
+def test_stopped_is_no_failure() -> None:
+    code, _, err = light("--nproc", "2", "--code", "85")
+    assert code == 85 and "failed" not in err
+
+
+def test_threads_are_divided_and_ports_never_clash(tmp_path) -> None:
+    """C087: two runs at once on one host, with no port given."""
+    program = tmp_path / "show.py"
+    program.write_text(
+        "import os, sys, time\n"
+        "from core.launch import find_here, supervise\n"
+        "place = find_here(2)\n"
+        "if place.children: sys.exit(supervise(place, []))\n"
+        "time.sleep(0.3)\n"
+        "print(place.rank, place.master_port, os.environ['OMP_NUM_THREADS'])\n"
+    )
+    runs = [
+        subprocess.Popen(
+            [sys.executable, program], env=clean_environ(), stdout=subprocess.PIPE, text=True,
+            stderr=subprocess.DEVNULL,
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    said = [run.communicate(timeout=60)[0].split() for run in runs]
+    assert len({port for _, port, _ in said}) == 3
+    cores = len(os.sched_getaffinity(0))
+    assert {threads for _, _, threads in said} == {str(max(1, cores // 2))}
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_signals_reach_the_ranks(name, code) -> None:
+    process = start("--light", "--nproc", "2", "--steps", "3000")
+    first = process.stdout.readline()
+    process.send_signal(getattr(signal, name))
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert "failed" not in err
+    assert not alive(int(first.split()[1]))
+
+
+def test_ranks_do_not_outlive_a_parent_that_is_killed() -> None:
+    process = start("--light", "--nproc", "2", "--steps", "3000")
+    pids = [int(stream.readline().split("pid")[1].split()[0])
+            for stream in (process.stdout, process.stderr)]  # fmt: skip
+    process.kill()
+    process.communicate(timeout=10)
+    deadline = time.monotonic() + 5
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_the_parent_is_light() -> None:
+    """It starts the ranks before they could have imported torch themselves."""
+    code = "import sys, core.launch; print([n for n in ('torch', 'numpy') if n in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean_environ(), capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_records_put_causes_before_victims(tmp_path) -> None:
+    Failure(0, "Connection closed by peer", time=1.0, victim=True).write(tmp_path)
+    Failure(3, "ValueError: planted", time=2.0).write(tmp_path)
+    Failure(3, "something later", time=0.5).write(tmp_path)  # a rank's first word counts
+    assert [(f.rank, f.cause) for f in read_failures(tmp_path)] == [
+        (3, "ValueError: planted"),
+        (0, "Connection closed by peer"),
+    ]
+
+
+def test_exit_codes_in_words() -> None:
+    assert describe_exit(-11) == "killed by signal 11 (SIGSEGV)"
+    assert describe_exit(4) == "left with exit code 4"
+
+
+def test_find_here_reads_the_environment(monkeypatch) -> None:
+    for name in [name for name in os.environ if re.match(r"RANK|WORLD_SIZE|SLURM_", name)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+    assert find_here("3").children == 3

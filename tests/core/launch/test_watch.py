@@ -1,0 +1,156 @@
+"""One process watches others, with short beats; the others are entries in a real store."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from core.launch import watch
+from core.launch.failure import Failure, Reporter
+from core.launch.watch import Circle, Process, Watch
+
+
+class Heard(Reporter):
+    """A Reporter that notes what would have ended the process."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.said: list[Failure] = []
+        self.event = threading.Event()
+
+    def yield_to(self, first: Failure) -> None:
+        self.said.append(first)
+        self.event.set()
+        threading.Event().wait()  # like the real one, it does not return
+
+    def fail(self, failure: Failure, code: int = 1) -> None:
+        self.yield_to(failure)
+
+
+@pytest.fixture
+def store():
+    return dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=10), wait_for_workers=False)
+
+
+@pytest.fixture
+def watching(monkeypatch, store):
+    """`watching(circle)` starts a Watch with short beats; its threads end with the test."""
+    started: list[Watch] = []
+
+    def start(circle: Circle, at=store) -> tuple[Watch, Heard]:
+        reporter = Heard(circle.me.rank)
+        started.append(Watch(at, "w", circle, reporter, silence=0.3).start())
+        return started[-1], reporter
+
+    monkeypatch.setattr(watch, "BEAT", 0.02)
+    monkeypatch.setattr(watch, "LONE_SILENCE", 0.6)
+    yield start
+    for one in started:
+        one._over.set()
+    store.compare_set("w/end", "", watch.DONE)
+    time.sleep(0.1)
+
+
+@pytest.fixture
+def sleeper():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def here(rank: int, pid: int | None = None, host: str = "a") -> Process:
+    return Process(rank, host, pid or os.getpid(), "")
+
+
+def test_all_finish_together_and_the_owner_of_the_store_last(watching, store) -> None:
+    processes = [here(rank) for rank in range(3)]
+    all_of_them = [
+        watching(Circle(me, None, processes[0], (), 3))[0] for me in processes
+    ]
+    left: list[int] = []
+
+    def finish(rank: int) -> None:
+        time.sleep(0.1 * (2 - rank))
+        all_of_them[rank].finish(10)
+        left.append(rank)
+
+    threads = [threading.Thread(target=finish, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(left) == 3 and left[-1] == 0
+
+
+def test_the_first_failure_reaches_all_and_the_second_is_no_news(watching, store) -> None:
+    processes = [here(rank, pid=1000 + rank) for rank in range(3)]
+    all_of_them = [watching(Circle(me, None, None, (), 3)) for me in processes]
+    first = Failure(1, "ValueError: planted", pid=1001)
+    assert all_of_them[1][0].announce(first)
+    assert not all_of_them[2][0].announce(Failure(2, "later", pid=1002))
+    for rank in (0, 2):
+        assert all_of_them[rank][1].event.wait(5)
+        assert all_of_them[rank][1].said[0].cause == "ValueError: planted"
+    assert all_of_them[1][1].said == []  # the culprit is on its way out by itself
+
+
+def test_a_stopped_neighbour_is_named_and_killed(watching, sleeper) -> None:
+    os.kill(sleeper.pid, signal.SIGSTOP)
+    _, reporter = watching(Circle(here(0), here(1, sleeper.pid), here(0), (), 2))
+    assert reporter.event.wait(5)
+    assert reporter.said[0].rank == 1 and "SIGSTOP" in reporter.said[0].cause
+    assert sleeper.wait(5) == -signal.SIGKILL
+
+
+def test_a_busy_neighbour_is_left_alone(watching, sleeper) -> None:
+    watched, reporter = watching(Circle(here(0), here(1, sleeper.pid), here(0), (), 1))
+    assert not reporter.event.wait(0.5)
+    watched.finish(1)
+
+
+def test_a_neighbour_that_died_is_named(watching, sleeper) -> None:
+    sleeper.kill()
+    _, reporter = watching(Circle(here(0), here(1, sleeper.pid), here(0), (), 2))
+    assert reporter.event.wait(5)
+    assert (reporter.said[0].rank, reporter.said[0].cause) == (1, "died without a word")
+
+
+def test_a_host_that_went_away_is_named(watching, store) -> None:
+    """Host b has two ranks and host c one; one rank of b goes on, c is silent."""
+    everyone = [here(0), here(1, host="b"), here(2, host="b"), here(3, host="c")]
+    for rank in (1, 2, 3):
+        store.set(f"w/beat/{rank}", "1")
+    start = time.monotonic()
+    _, reporter = watching(Circle(everyone[0], None, everyone[0], everyone, 4))
+    while not reporter.event.wait(0.02):
+        store.add("w/beat/2", 1)
+        assert time.monotonic() - start < 10
+    assert reporter.said[0].rank == 3 and "no sign of life from its host" in reporter.said[0].cause
+    assert time.monotonic() - start > 0.6  # a lone rank may be busy for longer
+
+
+def test_a_store_that_is_gone_is_named_by_its_owner(watching) -> None:
+    code = (
+        "import torch.distributed as d, sys; from datetime import timedelta as t\n"
+        "s = d.TCPStore('127.0.0.1', 0, 1, True, t(seconds=9), wait_for_workers=False)\n"
+        "print(s.port, flush=True); sys.stdin.read()"
+    )
+    server = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with server:
+        port = int(server.stdout.readline())
+        seconds = timedelta(seconds=9)
+        store = dist.TCPStore("127.0.0.1", port, 1, False, seconds, wait_for_workers=False)
+        circle = Circle(here(1), None, here(0, server.pid), (), 2)
+        _, reporter = watching(circle, store)
+        server.kill()
+    assert reporter.event.wait(5)
+    assert reporter.said[0].rank == 0 and "its store" in reporter.said[0].cause

@@ -1,0 +1,122 @@
+"""Whole runs with torch: a good one, a differing one, a stopped one, and one of each way to die.
+
+Each costs two imports of torch, so there are few; scripts/chaos.py has the long table.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from core.launch.failure import read_failures
+from tests.core.launch.test_supervise import PROGRAM, clean_environ, start
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+
+
+def run(*arguments: str, launcher=(), **environ: str) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr."""
+    command = [*launcher, PROGRAM[-1]] if launcher else PROGRAM
+    done = subprocess.run(
+        [*command, *arguments], env=clean_environ(**environ), capture_output=True, text=True,
+        timeout=90,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def last_line(text: str) -> str:
+    return text.rstrip().splitlines()[-1]
+
+
+def test_one_process_leaves_torch_distributed_alone() -> None:
+    code, out, err = run()
+    assert (code, err) == (0, "")
+    assert out == "rank 0 of 1 on cpu: one process\n"
+
+
+def test_ranks_of_nproc_meet_work_and_leave(tmp_path) -> None:
+    code, out, err = run("--nproc", "2", "--log-dir", str(tmp_path))
+    assert code == 0
+    assert out == "rank 0 of 2 on cpu: --nproc 2\n"
+    assert err == "[rank 1] rank 1 of 2 on cpu: --nproc 2\n"  # and no warning of any kind
+    assert (tmp_path / "rank_0001.log").read_text() == "rank 1 of 2 on cpu: --nproc 2\n"
+
+
+def test_torchrun_gets_the_traceback_of_the_right_rank() -> None:
+    begun = time.monotonic()
+    code, _, err = run("--culprit", "1", "--how", "raise", launcher=TORCHRUN)
+    assert code == 1
+    assert time.monotonic() - begun < 30
+    assert re.search(r"rank 1 \(.+, step 2\) failed: ValueError: planted", err)
+    cause = err[err.index("Root Cause") :]
+    assert re.search(r"rank +: 1 ", cause) and "ValueError: planted" in cause
+
+
+@pytest.mark.parametrize(
+    ("culprit", "how", "cause"),
+    [(1, "raise", "ValueError: planted"), (0, "kill", "killed by signal 9 (SIGKILL)")],
+)
+def test_a_dead_rank_ends_the_run_and_is_named_last(tmp_path, culprit, how, cause) -> None:
+    options = ["--culprit", str(culprit), "--how", how, "--log-dir", str(tmp_path)]
+    code, _, err = run("--nproc", "2", "--steps", "3000", *options)
+    assert code == (1 if how == "raise" else 137)
+    assert last_line(err).startswith(f"rank {culprit} (") and last_line(err).endswith(cause)
+    if how == "raise":
+        first, *others = read_failures(tmp_path)
+        assert (first.rank, first.step, first.cause) == (1, 2, cause)
+        assert [failure.rank for failure in others if not failure.victim] == []
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_found_by_its_neighbour() -> None:
+    begun = time.monotonic()
+    code, _, err = run("--nproc", "2", "--steps", "3000", "--culprit", "0", "--how", "stop")
+    assert code == 137
+    assert re.match(r"rank 0 \(.+\) failed: stopped \(SIGSTOP\), no sign of life", last_line(err))
+    assert time.monotonic() - begun < 30  # of which 10 to 12 are silence
+
+
+def test_bad_input_found_by_one_rank_is_said_once() -> None:
+    code, _, err = run("--nproc", "2", "--steps", "3000", "--culprit", "1", "--how", "refuse")
+    assert code == 2
+    assert err == "[rank 1] error: --data-path x.bin: no such file\n"
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path) -> None:
+    process = start("--nproc", "2", "--steps", "100000", "--ready", str(tmp_path))
+    while len(list(tmp_path.iterdir())) < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[1]), signal.SIGUSR1)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 85
+    steps = re.findall(r"rank (\d) stopped at (\d+) \((\w+)\)", out + err)
+    assert [(rank, why) for rank, _, why in steps] == [("0", "None"), ("1", "SIGUSR1")]
+    assert steps[0][1] == steps[1][1]
+
+
+def test_ranks_with_different_flags_are_told_apart() -> None:
+    port = str(20000 + os.getpid() % 10000)
+    ranks = [
+        subprocess.Popen(
+            [*PROGRAM, "--steps", str(5 + rank)],
+            env=clean_environ(
+                RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port
+            ),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert re.fullmatch(
+        r"error: rank 1 \(node .+\) was started with --steps 6, rank 0 with 5\n", said[0]
+    )
+    assert said[1] == ""
