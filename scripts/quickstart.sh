@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 run=runs/quickstart
 split=98,2,0       # of the files: training, validation, testing
 seq_length=256
-global_batch=16
+global_batch=8
 
 began=$SECONDS
 step() {
@@ -47,8 +47,8 @@ train=(
     --attention-dropout 0 --hidden-dropout 0
     --data-path $run/corpus_text_document --split $split
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model $run/tokenizer.json
-    --micro-batch-size 4 --global-batch-size $global_batch --train-iters 300
-    --lr 3e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 20
+    --micro-batch-size 8 --global-batch-size $global_batch --train-iters 350
+    --lr 3e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 30
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
     --eval-iters "$held_out_batches" --save $run/checkpoints --load $run/checkpoints
     --save-interval 100 --log-interval 10 --log-throughput --log-communication
