@@ -19,7 +19,8 @@ PROGRAM = [sys.executable, "-W", "error", str(Path(__file__).with_name("program.
 
 def clean_environ(**more: str) -> dict[str, str]:
     """This process's environment without what a launcher around the tests may have set."""
-    drop = re.compile(r"RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC|PHALANX_|OMP_|PYTEST_|TORCH_CPP_")
+    names = "RANK WORLD_SIZE LOCAL_ MASTER_ SLURM_ TORCHELASTIC PHALANX_ OMP_ PYTEST_ TORCH_CPP_"
+    drop = re.compile("|".join(names.split()))
     kept = {key: value for key, value in os.environ.items() if not drop.match(key)}
     return {**kept, "PYTHONPATH": str(ROOT), **more}
 
