@@ -211,7 +211,9 @@ class BertDataset:
             raise DataError(
                 f"--seq-length {sampler.seq_length} has no room for text; use 8 or more"
             )
-        boundaries = self.file.document_indices[documents.start : documents.stop + 1]
+        # an aligned copy: searching the map itself copies all of it each time
+        boundaries = self.file.document_indices[documents.start : documents.stop + 1].copy()
+        self._boundaries = boundaries
         blocks = [
             self._cut(boundaries[at : at + BLOCK_DOCUMENTS + 1], short_prob, at // BLOCK_DOCUMENTS)
             for at in range(0, len(documents), BLOCK_DOCUMENTS)
@@ -233,7 +235,9 @@ class BertDataset:
 
     @property
     def tokens_per_epoch(self) -> int:
-        return int((self._ends - self._begins).sum())
+        spans = self._begins, self._ends
+        begins, ends = spans if self.pairs is None else map(self._token, spans)
+        return int((ends - begins).sum())
 
     def __getitem__(self, n: int) -> dict[str, np.ndarray]:
         if n < 0:
@@ -261,8 +265,8 @@ class BertDataset:
     def _cut(
         self, boundaries: np.ndarray, short_prob: float, block: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Begins and ends, in tokens, of the pieces of consecutive documents, given by their first
-        sentences and the end."""
+        """Begins and ends of the pieces of consecutive documents, which are given by their first
+        sentences and the end: in sentences for pairs, else in tokens."""
         options = (self._room, short_prob, self.seed, block)
         if self.pairs is None:
             offsets = self._token(boundaries)
@@ -271,12 +275,11 @@ class BertDataset:
         filled = np.flatnonzero(lengths)
         documents = np.searchsorted(filled, boundaries - boundaries[0])
         begins, ends = sentence_pieces(lengths[filled], documents, *options)
-        begins = self._token(boundaries[0] + filled[begins])
-        return begins, self._token(boundaries[0] + filled[ends - 1] + 1)
+        return boundaries[0] + filled[begins], boundaries[0] + filled[ends - 1] + 1
 
     def _token(self, sequences: np.ndarray) -> np.ndarray:
-        """int64: the token at which each sequence starts; the end of the file for the one past the
-        last."""
+        """int64: the token at which each sequence starts; past the last one, the end of the
+        file."""
         pointers, size = self.file.sequence_pointers, self.file.dtype.itemsize
         inside = sequences < len(pointers)
         starts = np.full(len(sequences), self.file.num_tokens, np.int64)
@@ -285,20 +288,15 @@ class BertDataset:
 
     def _halves(self, piece: int, draw: float) -> tuple[np.ndarray, np.ndarray]:
         """A piece's text, cut at one of its inner sentence bounds."""
-        pointers, size = self.file.sequence_pointers, self.file.dtype.itemsize
-        begin, end = int(self._begins[piece]), int(self._ends[piece])
-        first = int(np.searchsorted(pointers, begin * size, "right"))
-        last = int(np.searchsorted(pointers, end * size, "left"))
-        bounds = np.unique(pointers[first:last]) // size
-        middle = int(bounds[int(draw * len(bounds))])
-        return self.file.read(begin, middle), self.file.read(middle, end)
+        sentences = np.arange(self._begins[piece], self._ends[piece] + 1)
+        bounds = np.unique(self._token(sentences)).tolist()
+        middle = bounds[1 + int(draw * (len(bounds) - 2))]
+        return self.file.read(bounds[0], middle), self.file.read(middle, bounds[-1])
 
     def _other(self, piece: int, draw: float) -> int:
         """A piece of another document; of the same where there is no other."""
-        pointers, size = self.file.sequence_pointers, self.file.dtype.itemsize
-        sentence = int(np.searchsorted(pointers, int(self._begins[piece]) * size, "right")) - 1
-        document = int(np.searchsorted(self.file.document_indices, sentence, "right")) - 1
-        span = self._token(self.file.document_indices[document : document + 2])
+        document = int(np.searchsorted(self._boundaries, self._begins[piece], "right")) - 1
+        span = self._boundaries[document : document + 2]
         low, high = np.searchsorted(self._begins, span).tolist()
         others = len(self._begins) - (high - low)
         if not others:

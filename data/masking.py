@@ -13,10 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MASKED, RANDOM = (
-    0.8,
-    0.9,
-)  # below the first: [MASK]; below the second: a random token; else unchanged
+MASKED = 0.8  # a draw below this: [MASK]
+RANDOM = 0.9  # else below this: a random token; else unchanged
 GEOMETRIC = 0.2  # SpanBERT's p
 
 
@@ -76,29 +74,25 @@ class Masking:
             after_special = np.append(True, special[:-1])
             begins &= self.word_starts[tokens] | after_special
         firsts = np.flatnonzero(begins)
-        chosen = np.zeros(len(tokens), bool)
-        if not len(firsts):
-            return chosen
-        # where each word ends: at the next begin or special token
+        # a word ends where the next begins, or at a special token, which a run does not cross
         edges = np.flatnonzero(begins | special)
-        ends = np.append(edges, len(tokens))[np.searchsorted(edges, firsts, "right")].tolist()
+        ends = np.append(edges, len(tokens))[np.searchsorted(edges, firsts, "right")]
+        breaks = np.append(np.flatnonzero(ends[:-1] != firsts[1:]), len(firsts) - 1)
+        last_of_text = breaks[np.searchsorted(breaks, np.arange(len(firsts)))].tolist()
         lengths = self._run_lengths(runs[firsts]).tolist()
-        starts, left, taken = firsts.tolist(), max(budget, 1), bytearray(len(tokens))
+        starts, stops, taken = firsts.tolist(), ends.tolist(), bytearray(len(tokens))
+        left = max(budget, 1)
         for word in np.argsort(order[firsts]).tolist():
             start = starts[word]
-            for n in range(lengths[word], 0, -1):
-                last = word + n - 1
-                if last >= len(starts) or any(ends[i] != starts[i + 1] for i in range(word, last)):
-                    continue
-                stop = ends[last]
-                if stop - start <= left and not any(taken[start:stop]):
+            for last in range(min(word + lengths[word] - 1, last_of_text[word]), word - 1, -1):
+                stop = stops[last]
+                if stop - start <= left and taken.find(1, start, stop) < 0:
                     taken[start:stop] = b"\1" * (stop - start)
                     left -= stop - start
                     break
             if not left:
                 break
-        chosen[:] = np.frombuffer(taken, bool)
-        return chosen
+        return np.frombuffer(taken, bool)
 
     def _run_lengths(self, uniform: np.ndarray) -> np.ndarray:
         """int64: run lengths 1 .. max_ngram by their distribution."""

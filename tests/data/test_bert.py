@@ -107,6 +107,14 @@ def test_a_sample_depends_on_data_seed_and_n_alone(prefix):
     assert (data[0]["tokens"] != data[size]["tokens"]).any()
 
 
+def test_every_sample_has_masks_of_its_own():
+    text = np.arange(100, 120)
+    masks = {
+        tuple(sampler().sample([text], seed, n)["loss_mask"]) for seed in (1, 2) for n in (0, 1)
+    }
+    assert len(masks) == 4
+
+
 def test_an_epoch_uses_every_sentence(tmp_path):
     """Without truncation (sentences of 4 tokens, room of 29): all tokens of all documents."""
     prefix = write(tmp_path / "a", [[4] * k for k in range(2, 20)])
