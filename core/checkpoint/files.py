@@ -28,7 +28,7 @@ from core.checkpoint.index import StoredFile
 BLOCK = 4 * 1024**2  # bytes per checksum, and per read or write; a multiple of every item size
 THREADS = 2  # blocks in flight: checksum of one while another is on its way to or from the disk
 
-_NAMES = {
+SAFETENSORS_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -42,12 +42,12 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _NAMES}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_NAMES}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """"float32" for torch.float32; TypeError for what cannot be stored."""
-    if dtype not in _NAMES:
+    if dtype not in SAFETENSORS_NAMES:
         raise TypeError(f"{dtype} cannot be stored; a checkpoint holds {', '.join(_DTYPES)}")
     return str(dtype).removeprefix("torch.")
 
@@ -114,7 +114,7 @@ def _header(
         begin, end = end, end + tensor.numel() * tensor.element_size()
         dtype_name(tensor.dtype)
         facts[key] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": SAFETENSORS_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
@@ -173,7 +173,7 @@ class TensorFile:
     def check(self, key: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
         """That the tensor under `key` is what the index says."""
         facts = self.header.get(key)
-        if not facts or (facts["dtype"], facts["shape"]) != (_NAMES[dtype], list(shape)):
+        if not facts or (facts["dtype"], facts["shape"]) != (SAFETENSORS_NAMES[dtype], list(shape)):
             raise BrokenCheckpoint(f"{self.path}: {key} is {facts}, not {dtype} {tuple(shape)}")
 
     def open(self) -> int:

@@ -57,11 +57,13 @@ class Piece:
 def shard_pieces(name: str, tensor: Tensor, shard: Shard, rank: int, size: int) -> Iterator[Piece]:
     """The real elements of tp rank `rank`'s part of a parameter (or of anything of its shape).
 
-    tensor  [shard.local_shape(size)], padding included; rows that are all padding give no piece.
+    tensor  the elements of shard.local_shape(size), padding included, in any shape that views as it
+            (a gated MLP's two matrices are one after the other). All padding: no piece.
     """
     local, box = shard.local_slices(rank, size)[0], shard.box(rank, size)
     if volume(box) or not volume(tuple((0, n) for n in shard.shape)):
-        yield Piece(name, shard.shape, box, tensor.detach()[local])
+        stored = tensor.detach().view(shard.local_shape(size))
+        yield Piece(name, shard.shape, box, stored[local])
 
 
 def range_pieces(

@@ -48,6 +48,11 @@ def local(name: str, rank: int, size: int, fill: bool = True) -> torch.Tensor:
     return tensor
 
 
+def as_stored(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A gated MLP's two matrices are stored one after the other."""
+    return tensor.flatten(0, 1) if name == "mlp" else tensor
+
+
 def pieces(tp_rank: int, tp: int, dp_rank: int = 0, dp: int = 1, fill: bool = True):
     """(parameters, moments) of one rank of tp x dp: moments are flat and cut over dp."""
     parameters, moments, flats = {}, [], {}
@@ -61,7 +66,9 @@ def pieces(tp_rank: int, tp: int, dp_rank: int = 0, dp: int = 1, fill: bool = Tr
     model = [
         piece
         for name, tensor in parameters.items()
-        for piece in shard_pieces(f"model/{name}", tensor, SHARDS[name], tp_rank, tp)
+        for piece in shard_pieces(
+            f"model/{name}", as_stored(name, tensor), SHARDS[name], tp_rank, tp
+        )
     ]
     return model, moments
 

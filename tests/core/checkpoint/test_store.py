@@ -59,7 +59,7 @@ def test_the_files_are_plain_safetensors(tmp_path):
         assert not file.read_bytes().startswith((b"\x80", b"PK")), "a pickle, or a zip with one"
 
 
-@pytest.mark.parametrize("dtype", list(files._NAMES))
+@pytest.mark.parametrize("dtype", list(files.SAFETENSORS_NAMES))
 @pytest.mark.parametrize("shape", [(), (0, 3), (1,), (33, 5)])
 def test_every_dtype_comes_back_bit_for_bit(tmp_path, dtype, shape, small_blocks):
     values = torch.randint(0, 2 if dtype == torch.bool else 100, shape).to(dtype)

@@ -1,0 +1,317 @@
+"""Checkpoints from and to Hugging Face transformers' layout, both ways, one tensor at a time.
+
+    python scripts/convert_hf.py import HF_DIR SAVE_DIR [--check-logits]
+    python scripts/convert_hf.py export SAVE_DIR HF_DIR [--step N] [--dtype bfloat16]
+
+HF_DIR holds config.json, safetensors (one file, or shards with their index) and perhaps tokenizer
+files. What is read back in with `--load SAVE_DIR --finetune` runs at any layout, and a checkpoint
+written by any layout is exported; import and export are each other's inverse, bit for bit. The
+model is never whole in memory but for --check-logits, which compares with transformers.
+
+Supported: gpt2 and llama (grouped queries, rope scaling, tied or not). Exit code 2 and one message
+with every reason for what cannot be converted; nothing is left behind then. hf_layout.py has the
+rules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+from core.checkpoint.directory import saved_iterations, size_text
+from core.checkpoint.errors import CheckpointError
+from core.checkpoint.files import Deferred, dtype_named, write_file
+from core.checkpoint.pieces import Piece, shard_pieces
+from core.checkpoint.reader import Checkpoint, open_checkpoint
+from core.checkpoint.slices import whole
+from core.checkpoint.store import save
+from core.comm import Group
+from core.config_record import from_json, to_argv, to_json
+from core.shard import shard_of
+from models.config import GPTConfig
+from scripts.hf_folder import INDEX, SINGLE, HFFolder, listed
+from scripts.hf_layout import Rule, Unsupported, family_for
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja"),
+)
+TEXT = "The quick brown fox jumps over the lazy dog, and def main(argv): return len(argv) - 1\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    ways = parser.add_subparsers(dest="way", required=True)
+    come = ways.add_parser("import", help="transformers -> checkpoint")
+    come.add_argument("source", type=Path, metavar="HF_DIR")
+    come.add_argument("target", type=Path, metavar="SAVE_DIR")
+    go = ways.add_parser("export", help="checkpoint -> transformers")
+    go.add_argument("source", type=Path, metavar="SAVE_DIR")
+    go.add_argument("target", type=Path, metavar="HF_DIR")
+    go.add_argument("--step", type=int, help="this iteration (default: what `latest` names)")
+    go.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder of tokenizer files")
+    go.add_argument("--max-shard-size", type=float, default=5.0, metavar="GB", help="default: 5")
+    for way in (come, go):
+        dtypes = ("float32", "bfloat16", "float16")
+        way.add_argument("--dtype", choices=dtypes, help="round to this (default: as stored)")
+        way.add_argument(
+            "--check-logits", action="store_true", help="compare logits with transformers"
+        )
+    args = parser.parse_args(argv)
+    start = time.monotonic()
+    try:
+        done = import_model(args) if args.way == "import" else export_model(args)
+        print(f"{done} in {time.monotonic() - start:.1f} s")
+        if args.check_logits:
+            here, there = args.source, args.target
+            ours, theirs = (there, here) if args.way == "import" else (here, there)
+            return check_logits(open_checkpoint(ours, getattr(args, "step", None)), theirs)
+    except (CheckpointError, Unsupported, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+# ---- import ----------------------------------------------------------------------------------
+
+
+def import_model(args: argparse.Namespace) -> str:
+    """Writes iteration 0 of a new --save folder; returns what to tell the user."""
+    if have := saved_iterations(args.target):
+        raise Unsupported(
+            f"{args.target} already has checkpoints ({listed(map(str, have))}); choose another "
+            "folder"
+        )
+    source = HFFolder(args.source)
+    config = source.family.config(source.config)
+    if problems := list(config.problems()):
+        raise Unsupported(f"{args.source / 'config.json'}: " + "; ".join(problems))
+    rules = list(source.family.rules(config))
+    check_tensors(source, rules, tied=not config.untie_embeddings_and_output_weights)
+    meta = {
+        "model": config.identity(),
+        "config": {"model": to_json(config)},
+        "layout": {"tp": 1, "dp": 1, "pp": 1},
+        "imported": {"model_type": source.family.model_type, "dtype": args.dtype},
+    }
+    dtype = dtype_named(args.dtype) if args.dtype else None
+    pieces = [joined(source, rule, dtype) for rule in rules]
+    path = save(args.target, 0, pieces, meta, Group.single("world"))
+    copy_tokenizer(args.source, args.target / "tokenizer")
+    flags = " ".join(to_argv(config))
+    print(f"train on with: python pretrain_gpt.py --load {args.target} --finetune {flags} ...")
+    size = sum(p.tensor.numel() * p.tensor.element_size() for p in pieces)
+    return f"{path}: {len(pieces)} tensors, {size_text(size)}"
+
+
+def check_tensors(source: HFFolder, rules: list[Rule], tied: bool) -> None:
+    """That the folder has what the config says, and nothing that would be left out."""
+    have, problems = set(source.names()), []
+    wanted = {name for rule in rules for name in rule.theirs}
+    if absent := sorted(wanted - have):
+        problems.append(f"{listed(absent)} missing")
+    ignored = source.family.buffers + (("lm_head.weight",) if tied else ())
+    if extra := sorted(name for name in have - wanted if not name.endswith(ignored)):
+        problems.append(f"{listed(extra)} not expected")
+    for rule in rules:
+        for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True):
+            if name in have and source.shape(name) != shape:
+                problems.append(f"{name} is {source.shape(name)}, config.json means {shape}")
+    if problems:
+        raise Unsupported(f"{source.folder}: " + "; ".join(problems))
+
+
+def joined(source: HFFolder, rule: Rule, dtype: torch.dtype | None) -> Piece:
+    """Our tensor, made of theirs when it is written."""
+    stored = {source.dtype(name) for name in rule.theirs}
+    if len(stored) > 1:
+        raise Unsupported(f"{listed(rule.theirs)} have several dtypes")
+    dtype = dtype or stored.pop()
+
+    def make() -> Tensor:
+        return rule.join(*(source.read(name) for name in rule.theirs)).to(dtype)
+
+    return Piece(
+        f"model/{rule.ours}", rule.shape, whole(rule.shape), Deferred(rule.shape, dtype, make)
+    )
+
+
+# ---- export ----------------------------------------------------------------------------------
+
+
+def export_model(args: argparse.Namespace) -> str:
+    """Writes a new folder in transformers' layout; returns what to tell the user."""
+    if args.target.exists() and any(args.target.iterdir()):
+        raise Unsupported(f"{args.target} is not empty; choose another folder")
+    checkpoint = open_checkpoint(args.source, args.step)
+    config = model_config(checkpoint)
+    family = family_for(config)
+    rules = list(family.rules(config))
+    checkpoint.check({f"model/{rule.ours}": rule.shape for rule in rules})
+    known = {f"model/{rule.ours}" for rule in rules}
+    if extra := [n for n in checkpoint.names() if n.startswith("model/") and n not in known]:
+        raise Unsupported(f"{checkpoint.path}: no place for {listed(extra)} in {family.model_type}")
+    dtype = dtype_named(args.dtype) if args.dtype else None
+    tensors = dict(split_tensors(checkpoint, rules, dtype))
+    partial_folder = args.target.with_name(args.target.name + ".tmp")
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    partial_folder.mkdir(parents=True)
+    try:
+        size = write_shards(partial_folder, tensors, int(args.max_shard_size * 1e9))
+        described = family.describe(config) | {"dtype": dtype_text(tensors)}
+        write_json(partial_folder / "config.json", described)
+        for folder in tokenizer_folders(args, checkpoint):
+            copy_tokenizer(folder, partial_folder)
+        if args.target.exists():
+            args.target.rmdir()
+        os.replace(partial_folder, args.target)
+    except BaseException:
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        raise
+    return f"{args.target}: {family.model_type}, {len(tensors)} tensors, {size_text(size)}"
+
+
+def model_config(checkpoint: Checkpoint) -> GPTConfig:
+    """The shape that the run was started with, the vocabulary as its tokenizer had it."""
+    try:
+        config = from_json(GPTConfig, checkpoint.meta["config"]["model"])
+        return replace(config, vocab_size=checkpoint.meta["model"]["vocab_size"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise Unsupported(f"{checkpoint.path} is not a GPT's: {error}") from None
+
+
+def split_tensors(
+    checkpoint: Checkpoint, rules: list[Rule], dtype: torch.dtype | None
+) -> Iterator[tuple[str, Deferred]]:
+    """Their tensors by name, each read and cut when it is written; one of ours is kept for that."""
+
+    @lru_cache(maxsize=1)
+    def parts(n: int) -> tuple[Tensor, ...]:
+        return rules[n].split(checkpoint.read(f"model/{rules[n].ours}", dtype=dtype))
+
+    for n, rule in enumerate(rules):
+        kind = dtype or checkpoint.dtype(f"model/{rule.ours}")
+        for k, (name, shape) in enumerate(zip(rule.theirs, rule.their_shapes(), strict=True)):
+            yield name, Deferred(shape, kind, partial(lambda n, k: parts(n)[k], n, k))
+
+
+def write_shards(folder: Path, tensors: dict[str, Deferred], limit: int) -> int:
+    """One file, or shards of at most `limit` bytes with their index; returns the tensors' bytes."""
+    shards: list[dict[str, Deferred]] = [{}]
+    size, total = 0, 0
+    for name, tensor in tensors.items():
+        count = tensor.numel() * tensor.element_size()
+        if shards[-1] and size + count > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size, total = size + count, total + count
+    where = {}
+    for n, shard in enumerate(shards, start=1):
+        file = SINGLE if len(shards) == 1 else f"model-{n:05d}-of-{len(shards):05d}.safetensors"
+        write_file(folder / file, list(shard.items()), metadata={"format": "pt"})
+        where |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        write_json(folder / INDEX, index)
+    return total
+
+
+def dtype_text(tensors: dict[str, Deferred]) -> str:
+    return str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+
+
+def tokenizer_folders(args: argparse.Namespace, checkpoint: Checkpoint) -> list[Path]:
+    """Where the tokenizer's files are: as given, as imported, or as the run was given them."""
+    if args.tokenizer:
+        if not args.tokenizer.is_dir():
+            raise Unsupported(f"--tokenizer {args.tokenizer} is not a folder")
+        return [args.tokenizer]
+    data = checkpoint.meta["config"].get("data") or {}
+    named = [data.get(key) for key in ("tokenizer_model", "vocab_file", "merge_file")]
+    places = [checkpoint.path.parent / "tokenizer", *(Path(name) for name in named if name)]
+    return [place if place.is_dir() else place.parent for place in places if place.exists()][:1]
+
+
+# ---- both ------------------------------------------------------------------------------------
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, target / name)
+
+
+def check_logits(checkpoint: Checkpoint, folder: Path) -> int:
+    """Prints how far our logits are from transformers'; 1 when that is too far."""
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise Unsupported("--check-logits needs the transformers package") from None
+    config = model_config(checkpoint)
+    tokens = sample_tokens(folder, config)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        wanted = theirs(tokens).logits
+        del theirs
+        ours = our_logits(checkpoint, config, tokens)
+    gap, allowed = float((ours - wanted).abs().max()), 1e-5 * max(1.0, float(wanted.abs().max()))
+    verdict = "equal" if gap <= allowed else "NOT EQUAL"
+    print(f"logits of {tokens.shape[1]} tokens: {verdict}, largest difference {gap:.2g}")
+    return 0 if gap <= allowed else 1
+
+
+def sample_tokens(folder: Path, config: GPTConfig) -> Tensor:
+    """[1, s]: real text where there is a tokenizer, else the ids in a shuffled order."""
+    longest = min(64, config.max_positions)
+    if (folder / "tokenizer.json").is_file():
+        from data.tokenizer import build_tokenizer
+
+        tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(folder))
+        ids = [i for i in tokenizer.encode(TEXT) if i < config.vocab_size]
+        return torch.tensor([ids[:longest]])
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(config.vocab_size, (1, longest), generator=generator)
+
+
+def our_logits(checkpoint: Checkpoint, config: GPTConfig, tokens: Tensor) -> Tensor:
+    """tokens [1, s] -> [1, s, v] in float32."""
+    from core.process_grid import ProcessGrid
+    from models.gpt import build_stages
+
+    config = replace(
+        config, seq_length=tokens.shape[1], max_position_embeddings=config.max_positions, fp64=False
+    )
+    (stage,) = build_stages(
+        config, ProcessGrid.single(), micro_batch_size=1, sequence_parallel=False, seed=0
+    )
+    for name, parameter in stage.named_parameters():
+        checkpoint.fill(shard_pieces(f"model/{name}", parameter, shard_of(parameter), 0, 1))
+    stage.eval()
+    positions = torch.arange(tokens.shape[1]).expand(1, -1)
+    batch = {"tokens": tokens, "position_ids": positions, "sample": torch.zeros(1, dtype=int)}
+    return stage.logits(stage.hidden(batch, None)).transpose(0, 1)[..., : config.vocab_size]
+
+
+def write_json(path: Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
