@@ -279,6 +279,21 @@ class GPTConfig(TransformerConfig):
 
     untie_embeddings_and_output_weights: bool = False
     """An output matrix of its own."""
+    loss_mode: Literal["auto", "pipelined", "one-shot", "split", "unfused"] = "auto"
+    """How the output layer and its loss are computed; unfused keeps all logits in memory."""
+    label_smoothing: float = 0.0
+    """Share of the target's weight that is spread over the whole vocabulary."""
+    z_loss: float = 0.0
+    """Factor of the squared log of the softmax's normaliser, added to the loss."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if not 0.0 <= self.label_smoothing < 1.0:
+            yield f"--label-smoothing {self.label_smoothing:g} must be at least 0 and below 1"
+        if self.z_loss < 0.0:
+            yield f"--z-loss {self.z_loss:g} must be 0 or more"
+        if self.z_loss and self.loss_mode == "unfused":
+            yield f"--z-loss {self.z_loss:g} is not known to --loss-mode unfused; use auto"
 
 
 def divisors(n: int) -> list[int]:

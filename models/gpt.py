@@ -16,6 +16,7 @@ from core.pipeline_parallel.stage import Batch, Loss, Stage, WireSpec
 from core.process_grid import ProcessGrid
 from core.random import DropoutKeys
 from core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+from core.tensor_parallel.output_loss import vocab_parallel_linear_cross_entropy
 from models.config import GPTConfig
 from models.embedding import Embedding
 from models.transformer import Block, Build, Context, Norm, rotary_of
@@ -53,6 +54,8 @@ class GPTStage(Stage):
         self.padded_size = config.padded_vocab_size(tp.size)
         self.dropping = config.hidden_dropout > 0 or config.attention_dropout > 0
         self.tied = not config.untie_embeddings_and_output_weights
+        self.loss_mode = config.loss_mode
+        self.label_smoothing, self.z_loss = config.label_smoothing, config.z_loss
 
         def embedding() -> Embedding:
             learned = config.position_embedding_type == "learned_absolute"
@@ -135,13 +138,38 @@ class GPTStage(Stage):
         hidden = self.hidden(batch, activation)
         if not self.is_last:
             return hidden
+        labels, weights = batch["labels"].t(), batch["loss_mask"].t()  # [s, b]
+        make = self._unfused_loss if self.loss_mode == "unfused" else self._fused_loss
+        return Loss(make(hidden, labels, weights), weights.sum())
+
+    def _fused_loss(self, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        """Output layer and loss in one; the logits never exist."""
+        weight = self.embedding.word.weight if self.tied else self.output.weight
+        return vocab_parallel_linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            weights=weights,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            sequence_parallel=self.sequence_parallel,
+            vocab_size=self.vocab_size,
+            reduction="sum",
+            mode=self.loss_mode,
+            accumulate=getattr(weight, "main_grad", None) if self.training else None,
+            tp_group=self.tp,
+        )
+
+    def _unfused_loss(self, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        """The same from logits in memory: the reference."""
+        # Megatron's smoothing spreads over the other classes only: alpha = eps (V - 1) / V
+        alpha = self.label_smoothing * (self.vocab_size - 1) / self.vocab_size
         losses = vocab_parallel_cross_entropy(
-            self.logits(hidden), batch["labels"].t().contiguous(), tp_group=self.tp
-        )  # [s, b]
-        weights = batch["loss_mask"].t().to(losses.dtype)
+            self.logits(hidden), labels.contiguous(), alpha, tp_group=self.tp
+        )
+        weights = weights.to(losses.dtype)
         # where, not a product: a masked token's loss may be infinite
-        kept = torch.where(weights > 0, losses * weights, 0.0)
-        return Loss(kept.sum(), weights.sum())
+        return torch.where(weights > 0, losses * weights, 0.0).sum()
 
 
 def causal_document_mask(documents: Tensor) -> Tensor:
