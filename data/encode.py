@@ -13,41 +13,60 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from data.indexed import DataError, token_dtype
-from data.records import Block, parse_jsonl
+from data.index_format import DataError, token_dtype
+from data.records import Block, parse_block
 from data.tokenizer import build_tokenizer
 
 
 @dataclass(frozen=True)
 class EncodeSettings:
-    """What the tokens depend on besides the text: the flags of the same names."""
+    """What the tokens depend on besides the text: the flags of the same names.
+
+    tokenizer  (flag, value) pairs for data/tokenizer.py's build_tokenizer
+    """
 
     tokenizer_type: str
-    tokenizer_model: str | None = None
-    vocab_file: str | None = None
-    merge_file: str | None = None
-    vocab_size: int | None = None
+    tokenizer: tuple[tuple[str, object], ...] = ()
     json_keys: tuple[str, ...] = ("text",)
     append_eod: bool = False
+    split_sentences: bool = False
+    keep_newlines: bool = False
 
-    @functools.cached_property
+    @property
     def dtype(self) -> np.dtype:
         return token_dtype(tokenizer_of(self).vocab_size)
+
+    @property
+    def level(self) -> str:
+        """What a sequence is, as Megatron writes it into the files' names."""
+        return "sentence" if self.split_sentences else "document"
+
+
+@dataclass
+class Texts:
+    """The tokens of one key's texts.
+
+    tokens     dtype [tokens]    joined
+    lengths    int64 [sequences]
+    sequences  int64 [documents]  sequences in each: its sentences, or 1
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    sequences: np.ndarray
 
 
 @dataclass
 class Encoded:
     """Tokens of one block.
 
-    tokens   key -> dtype [tokens], the documents' tokens joined
-    lengths  key -> int64 [documents]
-    records  lines read, bad ones included
+    texts    key -> Texts
+    records  records read, bad ones included
     empty    texts without a token, left out, over all keys
-    bad      one sentence for each line that was left out
+    bad      one sentence for each record that was left out
     """
 
-    tokens: dict[str, np.ndarray] = field(default_factory=dict)
-    lengths: dict[str, np.ndarray] = field(default_factory=dict)
+    texts: dict[str, Texts] = field(default_factory=dict)
     records: int = 0
     empty: int = 0
     bad: list[str] = field(default_factory=list)
@@ -56,34 +75,48 @@ class Encoded:
 @functools.lru_cache(maxsize=1)
 def tokenizer_of(settings: EncodeSettings):
     """The tokenizer of these settings, built once a process. Raises DataError."""
-    return build_tokenizer(
-        settings.tokenizer_type,
-        tokenizer_model=settings.tokenizer_model,
-        vocab_file=settings.vocab_file,
-        merge_file=settings.merge_file,
-        vocab_size=settings.vocab_size,
-    )
+    return build_tokenizer(settings.tokenizer_type, **dict(settings.tokenizer))
 
 
 def encode_block(settings: EncodeSettings, block: Block) -> Encoded:
-    """Tokenize a block. Bad lines and empty texts are left out and counted."""
+    """Tokenize a block. Bad records and empty texts are left out and counted."""
     result = Encoded()
     rows: list[list[str]] = []
-    for row in parse_jsonl(block, settings.json_keys):
+    for row in parse_block(block, settings.json_keys):
         result.records += 1
         if isinstance(row, DataError):
             result.bad.append(str(row))
         else:
             rows.append(row)
-    tokenizer = tokenizer_of(settings)
     for place, key in enumerate(settings.json_keys):
-        documents = [ids for ids in tokenizer.encode_batch([row[place] for row in rows]) if ids]
-        result.empty += len(rows) - len(documents)
-        if settings.append_eod:
-            for ids in documents:
-                ids.append(tokenizer.eod)
-        lengths = np.fromiter(map(len, documents), np.int64, len(documents))
-        flat = itertools.chain.from_iterable(documents)
-        result.tokens[key] = np.fromiter(flat, settings.dtype, int(lengths.sum()))
-        result.lengths[key] = lengths
+        texts = [row[place] for row in rows]
+        result.texts[key] = _encode(settings, texts)
+        result.empty += len(texts) - len(result.texts[key].sequences)
     return result
+
+
+def _encode(settings: EncodeSettings, texts: list[str]) -> Texts:
+    """Tokens of the texts that have any."""
+    tokenizer = tokenizer_of(settings)
+    if settings.split_sentences:
+        from data.sentences import split_sentences
+
+        sentences = [split_sentences(t, keep_newlines=settings.keep_newlines) for t in texts]
+        encoded = iter(tokenizer.encode_batch(list(itertools.chain.from_iterable(sentences))))
+        documents = [
+            [ids for ids in itertools.islice(encoded, len(parts)) if ids] for parts in sentences
+        ]
+    else:
+        documents = [[ids] if ids else [] for ids in tokenizer.encode_batch(texts)]
+    documents = [document for document in documents if document]
+    if settings.append_eod:
+        for document in documents:
+            document[-1].append(tokenizer.eod)
+    sequences = list(itertools.chain.from_iterable(documents))
+    lengths = np.fromiter(map(len, sequences), np.int64, len(sequences))
+    flat = itertools.chain.from_iterable(sequences)
+    return Texts(
+        np.fromiter(flat, settings.dtype, int(lengths.sum())),
+        lengths,
+        np.fromiter(map(len, documents), np.int64, len(documents)),
+    )

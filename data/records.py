@@ -1,92 +1,218 @@
-"""Input files of preprocessing, read as blocks of whole lines in bounded memory.
+"""Input files of preprocessing, read as blocks of records in bounded memory.
 
-A block is what one worker takes at a time: about half a megabyte, cut at a line end, with the place
-it came from, so that a bad line can be named. Imports the standard library and data/indexed.py;
-data/encode.py makes tokens of a block.
+A block is what one worker takes at a time: whole lines of about half a megabyte together, or some
+rows of a Parquet file, with the place they came from, so that a bad one can be named. A file's name
+says what it is:
+
+    *.parquet                   one record a row (needs the package pyarrow)
+    *.txt                       plain text, one document a line or one a file
+    anything else               JSON, one record a line
+    each of them .gz or .zst    compressed (.zst: Python 3.14, or the package zstandard)
+
+Imports the standard library and data/index_format.py; data/encode.py makes tokens of a block.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import importlib
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from data.indexed import DataError
+from data.index_format import DataError
 
 BLOCK_BYTES = 1 << 19
+PARQUET_ROWS = 256
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+COMPRESSED = (".gz", ".zst")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where reading stands in a file: bytes of its content (rows of a Parquet file) behind it, and
+    the next line."""
+
+    offset: int = 0
+    line: int = 1
 
 
 @dataclass(frozen=True)
 class Block:
-    """Whole lines of one input file.
+    """Some records of one input file.
 
-    path  the file           line  number of the first line, from 1
-    data  the lines' bytes   read  bytes of the file (as stored, compressed or not) read up to here
+    path  the file
+    kind  "json" or "text": lines; "file": one text; "rows": values by key, from Parquet
+    data  the lines' bytes, or the rows
+    line  number of the first line or row, from 1
+    end   where the next block starts
+    read  bytes of the file as stored (compressed or not) read up to here
+    file  number of the file among the inputs, set by who reads several
     """
 
     path: str
+    kind: str
+    data: bytes | list[dict]
     line: int
-    data: bytes
+    end: Place
     read: int
+    file: int = 0
 
 
-def read_blocks(path: str, size: int = BLOCK_BYTES) -> Iterator[Block]:
-    """The file's lines in order, in blocks of about `size` bytes (more where one line is
-    longer)."""
-    with open(path, "rb") as raw, _decompressed(path, raw) as file:
-        line, parts = 1, []
+def read_blocks(
+    path: str,
+    keys: tuple[str, ...] = ("text",),
+    *,
+    text_documents: str = "line",
+    start: Place | None = None,
+    size: int = BLOCK_BYTES,
+) -> Iterator[Block]:
+    """The records from `start` on, in blocks of about `size` bytes (more where one is longer).
+
+    keys            columns to take of a Parquet file
+    text_documents  "line" or "file": what a document is in plain text
+    """
+    start = start or Place()
+    if Path(path).suffix == ".parquet":
+        yield from _read_rows(path, keys, start)
+        return
+    kind = "json"
+    if _plain_suffix(path) == ".txt":
+        kind = "text" if text_documents == "line" else "file"
+    if kind == "file" and start.offset:
+        return
+    with open(path, "rb") as raw, _content(path, raw) as file:
+        _skip(file, path, start.offset)
+        place, parts = start, []
         while chunk := _read(file, path, size):
-            cut = chunk.rfind(b"\n") + 1
+            cut = chunk.rfind(b"\n") + 1 if kind != "file" else 0
             parts.append(chunk[:cut] or chunk)
             if cut:
                 data = b"".join(parts)
-                yield Block(path, line, data, raw.tell())
-                line += data.count(b"\n")
-                parts = [chunk[cut:]] if cut < len(chunk) else []
+                end = Place(place.offset + len(data), place.line + data.count(b"\n"))
+                yield Block(path, kind, data, place.line, end, raw.tell())
+                place, parts = end, [chunk[cut:]] if cut < len(chunk) else []
         if parts:
-            yield Block(path, line, b"".join(parts), raw.tell())
+            data = b"".join(parts)
+            end = Place(place.offset + len(data), place.line + 1)
+            yield Block(path, kind, data, place.line, end, raw.tell())
 
 
-def parse_jsonl(block: Block, keys: tuple[str, ...]) -> Iterator[list[str] | DataError]:
-    """For each line that is not blank its texts under `keys`, or a DataError naming file and
-    line."""
-    for number, line in enumerate(block.data.split(b"\n"), block.line):
-        if number == 1:
-            line = line.removeprefix(BYTE_ORDER_MARK)
-        if line and not line.isspace():
-            try:
-                yield _texts(line, keys)
-            except ValueError as error:
-                yield DataError(f"{block.path} line {number}: {error}")
+def parse_block(block: Block, keys: tuple[str, ...]) -> Iterator[list[str] | DataError]:
+    """For each record its texts under `keys`, or a DataError naming file and line. Blank lines are
+    none.
+
+    Plain text has one text a record, whatever the keys.
+    """
+    if block.kind == "rows":
+        records = enumerate(block.data, block.line)
+    elif block.kind == "file":
+        records = [(block.line, block.data.removeprefix(BYTE_ORDER_MARK))]
+    else:
+        records = enumerate(_lines(block), block.line)
+    for number, record in records:
+        if block.kind in ("json", "text") and (not record or record.isspace()):
+            continue
+        try:
+            if block.kind == "json":
+                yield _texts(json.loads(record.decode("utf-8")), keys)
+            elif block.kind == "rows":
+                yield _texts(record, keys)
+            else:
+                yield [record.decode("utf-8")]
+        except (ValueError, RecursionError) as error:
+            yield DataError(f"{block.path} line {number}: {error}")
 
 
-def _texts(line: bytes, keys: tuple[str, ...]) -> list[str]:
-    record = json.loads(line.decode("utf-8"))
+def _lines(block: Block) -> list[bytes]:
+    lines = block.data.split(b"\n")
+    if block.line == 1:
+        lines[0] = lines[0].removeprefix(BYTE_ORDER_MARK)
+    return [line[:-1] if line.endswith(b"\r") else line for line in lines]
+
+
+def _texts(record: object, keys: tuple[str, ...]) -> list[str]:
     if not isinstance(record, dict):
         raise ValueError(f"a JSON {type(record).__name__} where an object is needed")
     texts = []
     for key in keys:
         if key not in record:
-            raise ValueError(
-                f"no key {key!r} (--json-keys); it has {', '.join(map(repr, record)) or 'none'}"
-            )
-        if not isinstance(record[key], str):
-            raise ValueError(f"key {key!r} holds {type(record[key]).__name__}, not text")
-        record[key].encode("utf-8")  # a lone surrogate, which JSON can write and no text has
-        texts.append(record[key])
+            known = ", ".join(map(repr, record)) or "none"
+            raise ValueError(f"no key {key!r} (--json-keys); it has {known}")
+        text = record[key]
+        if not isinstance(text, str):
+            raise ValueError(f"key {key!r} holds {type(text).__name__}, not text")
+        text.encode("utf-8")  # a lone surrogate, which JSON can write and no text has
+        texts.append(text)
     return texts
 
 
-def _decompressed(path: str, raw: BinaryIO) -> BinaryIO:
-    return gzip.GzipFile(fileobj=raw) if Path(path).suffix == ".gz" else raw
+def _read_rows(path: str, keys: tuple[str, ...], start: Place) -> Iterator[Block]:
+    parquet = _package("pyarrow.parquet", path)
+    try:
+        file = parquet.ParquetFile(path)
+    except Exception as error:  # pyarrow's errors share no class of their own
+        raise DataError(f"{path} is not a Parquet file: {error}") from None
+    with file:
+        missing = [key for key in keys if key not in file.schema_arrow.names]
+        if missing:
+            known = ", ".join(file.schema_arrow.names)
+            raise DataError(f"{path} has no column {missing[0]!r} (--json-keys); it has {known}")
+        size, total, row = Path(path).stat().st_size, file.metadata.num_rows, 0
+        for batch in file.iter_batches(PARQUET_ROWS, columns=list(keys)):
+            rows = batch.to_pylist()
+            row += len(rows)
+            if row > start.offset:
+                first = row - len(rows) + 1
+                yield Block(path, "rows", rows, first, Place(row, row + 1), size * row // total)
+
+
+def _plain_suffix(path: str) -> str:
+    name = Path(path)
+    return name.with_suffix("").suffix if name.suffix in COMPRESSED else name.suffix
+
+
+def _content(path: str, raw: BinaryIO) -> contextlib.AbstractContextManager[BinaryIO]:
+    """The file's content as a stream."""
+    suffix = Path(path).suffix
+    if suffix == ".gz":
+        return gzip.GzipFile(fileobj=raw)
+    if suffix == ".zst":
+        with contextlib.suppress(ImportError):
+            return importlib.import_module("compression.zstd").ZstdFile(raw)
+        decompressor = _package("zstandard", path).ZstdDecompressor()
+        return decompressor.stream_reader(raw, read_across_frames=True, closefd=False)
+    return contextlib.nullcontext(raw)
+
+
+def _skip(file: BinaryIO, path: str, count: int) -> None:
+    """Go to byte `count` of the content; what is compressed must be read for that."""
+    if Path(path).suffix not in COMPRESSED:
+        file.seek(count)
+    while count and Path(path).suffix in COMPRESSED:
+        count -= len(_read(file, path, min(count, 1 << 20)))
 
 
 def _read(file: BinaryIO, path: str, size: int) -> bytes:
+    if Path(path).suffix not in COMPRESSED:
+        return file.read(size)
     try:
         return file.read(size)
-    except (EOFError, gzip.BadGzipFile) as error:
+    except (EOFError, OSError, zlib.error) as error:
         raise DataError(f"{path} cannot be decompressed: {error}") from None
+    except Exception as error:  # zstandard.ZstdError, whose module may not be here
+        if type(error).__name__ != "ZstdError":
+            raise
+        raise DataError(f"{path} cannot be decompressed: {error}") from None
+
+
+def _package(name: str, path: str):
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = name.split(".")[0]
+        raise DataError(f"{path} needs the package {package}: pip install {package}") from None

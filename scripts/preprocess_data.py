@@ -1,96 +1,148 @@
-"""Turn JSON lines into the .bin/.idx files that pretraining reads.
+"""Turn text into the .bin/.idx files that pretraining reads.
 
     python scripts/preprocess_data.py --input corpus.jsonl --output-prefix corpus --append-eod \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json
 
-writes corpus_text_document.bin and .idx; `--data-path corpus_text_document` trains on them. Flags
-are Megatron's. The output is the same, byte for byte, for any number of workers.
+writes corpus_text_document.bin and .idx; `--data-path corpus_text_document` trains on them. Input
+is JSON lines, plain text (.txt) or Parquet (.parquet), the first two also .gz or .zst. Flags are
+Megatron's. The output is the same, byte for byte, for any number of workers. After a kill, the same
+command goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import glob
+import hashlib
+import json
 import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.encode import Encoded, EncodeSettings, encode_block, tokenizer_of
-from data.indexed import DataError, IndexedBuilder, bin_path
-from data.records import Block, read_blocks
+from data.index_format import DataError, bin_path
+from data.indexed import IndexedBuilder
+from data.records import Block, Place, read_blocks
 
 BAD_LINES_SHOWN = 10
 PROGRESS_SECONDS = 2.0
+MARK_SECONDS = 10.0
+TOKENIZER_FLAGS = (
+    "tokenizer_model",
+    "vocab_file",
+    "merge_file",
+    "vocab_size",
+    "tiktoken_pattern",
+    "tiktoken_num_special_tokens",
+    "tiktoken_special_tokens",
+)
+# Flags of Megatron's script that say how to do what this one always does.
+NO_EFFECT = {
+    "partitions": "one pass in bounded memory needs no partitions",
+    "lang": "sentences are split by rules for all languages",
+    "log_interval": "progress comes every few seconds",
+    "dataset_impl": "there is one format",
+    "keep_sequential_samples": "records always keep their order",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a worker; --workers says how many
     args = parse(argv)
+    for name, why in NO_EFFECT.items():
+        if getattr(args, name) not in (None, False):
+            say(f"--{name.replace('_', '-')} has no effect: {why}")
+    tokenizer = ((name, getattr(args, name)) for name in TOKENIZER_FLAGS)
     settings = EncodeSettings(
-        tokenizer_type=args.tokenizer_type,
-        tokenizer_model=args.tokenizer_model,
-        vocab_file=args.vocab_file,
-        merge_file=args.merge_file,
-        vocab_size=args.vocab_size,
+        args.tokenizer_type,
+        tuple((n, tuple(v) if isinstance(v, list) else v) for n, v in tokenizer if v is not None),
         json_keys=tuple(args.json_keys),
         append_eod=args.append_eod,
+        split_sentences=args.split_sentences,
+        keep_newlines=args.keep_newlines,
     )
     try:
-        preprocess(settings, args.input, args.output_prefix, args.workers, args.on_bad_line)
+        Job(settings, find_inputs(args.input), args.text_documents, args.output_prefix).run(
+            args.workers, args.on_bad_line
+        )
     except DataError as error:
-        print(f"preprocess_data.py: {error}", file=sys.stderr)
+        say(f"preprocess_data.py: {error}")
         return 2
+    except OSError as error:
+        say(f"preprocess_data.py: {error}; the same command goes on from the last mark")
+        return 2
+    except KeyboardInterrupt:
+        say("preprocess_data.py: stopped; the same command goes on from the last mark")
+        return 130
     return 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    add(
-        "--input",
-        required=True,
-        nargs="+",
-        help="JSON lines, one document a line, plain or .gz; patterns with * work",
-    )
+    add = parser.add_argument_group("input and output").add_argument
+    add("--input", required=True, nargs="+", help="files; patterns with * work")
     add("--output-prefix", required=True, help="PREFIX of PREFIX_text_document.bin and .idx")
     add(
         "--json-keys",
         nargs="+",
         default=["text"],
-        help="keys to take, a pair of files for each (default: text)",
+        help="keys or columns to take, a pair of files for each (text)",
     )
     add(
-        "--tokenizer-type",
-        required=True,
-        help="HuggingFaceTokenizer, GPT2BPETokenizer or NullTokenizer",
-    )
-    add("--tokenizer-model", help="tokenizer.json or its folder, for HuggingFaceTokenizer")
-    add("--vocab-file", help="vocab.json, for GPT2BPETokenizer")
-    add("--merge-file", help="merges.txt, for GPT2BPETokenizer")
-    add("--vocab-size", type=int, help="number of token ids, for NullTokenizer")
-    add("--append-eod", action="store_true", help="close every document with the end token")
-    add(
-        "--workers",
-        type=int,
-        default=default_workers(),
-        help="processes (default here: %(default)s)",
+        "--text-documents",
+        choices=["line", "file"],
+        default="line",
+        help="what a document is in a .txt (line)",
     )
     add(
         "--on-bad-line",
         choices=["stop", "skip"],
         default="stop",
-        help="a line that is no record (default: stop)",
+        help="a line that is no record (stop)",
     )
+    add("--workers", type=int, default=default_workers(), help="processes (%(default)s here)")
+    add = parser.add_argument_group("tokens").add_argument
+    add(
+        "--tokenizer-type",
+        required=True,
+        help="as for pretraining: HuggingFaceTokenizer, GPT2BPETokenizer, ...",
+    )
+    add(
+        "--tokenizer-model",
+        help="tokenizer.json or its folder, or a SentencePiece or tiktoken model",
+    )
+    add(
+        "--vocab-file",
+        help="vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPieceLowerCase and Case",
+    )
+    add("--merge-file", help="merges.txt of GPT2BPETokenizer")
+    add("--vocab-size", type=int, help="number of token ids, for NullTokenizer and TikTokenizer")
+    add("--tiktoken-pattern", help="v1 or v2, for TikTokenizer")
+    add("--tiktoken-num-special-tokens", type=int, help="for TikTokenizer (1000)")
+    add("--tiktoken-special-tokens", nargs="+", help="for TikTokenizer (<unk> <s> </s>)")
+    add("--append-eod", action="store_true", help="close every document with the end token")
+    add(
+        "--split-sentences",
+        action="store_true",
+        help="one sequence a sentence, for BERT: PREFIX_text_sentence",
+    )
+    add("--keep-newlines", action="store_true", help="keep newlines within sentences")
+    add = parser.add_argument_group("known from Megatron, without effect here").add_argument
+    add("--partitions", type=int)
+    add("--lang")
+    add("--log-interval", type=int)
+    add("--dataset-impl")
+    add("--keep-sequential-samples", action="store_true")
     args = parser.parse_args(argv)
     if args.workers < 1:
         parser.error(f"--workers {args.workers} is less than 1")
@@ -102,45 +154,140 @@ def default_workers() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def preprocess(
-    settings: EncodeSettings, inputs: list[str], output_prefix: str, workers: int, on_bad_line: str
-) -> None:
-    """Tokenize `inputs` into one pair of files for each key. Raises DataError; then nothing is left
-    behind."""
-    paths = find_inputs(inputs)
-    if settings.append_eod:
-        _ = tokenizer_of(settings).eod  # refuse before the work, not after
-    progress = Progress(sum(os.path.getsize(path) for path in paths), workers)
-    blocks = (block for path in paths for block in read_blocks(path))
-    with contextlib.ExitStack() as stack:
-        prefixes = {key: f"{output_prefix}_{key}_document" for key in settings.json_keys}
-        builders = {
-            key: stack.enter_context(IndexedBuilder(prefix, settings.dtype))
-            for key, prefix in prefixes.items()
-        }
-        for block, encoded in encode_all(settings, blocks, workers):
-            if encoded.bad and on_bad_line == "stop":
-                raise DataError(f"{encoded.bad[0]}; correct it or pass --on-bad-line skip")
-            for key, builder in builders.items():
-                builder.add_documents(encoded.tokens[key], encoded.lengths[key])
-            progress.add(block, encoded)
-        for key, builder in builders.items():
-            if not builder.num_tokens:
-                raise DataError(
-                    f"{' '.join(paths)}: no text under key {key!r} in {progress.records} records"
-                )
-    progress.finish({prefixes[key]: builder for key, builder in builders.items()})
-
-
 def find_inputs(inputs: list[str]) -> list[str]:
     """The files meant, in the order given; a pattern stands for its matches in sorted order."""
     paths = []
     for item in inputs:
-        matches = [item] if os.path.isfile(item) else sorted(glob.glob(item))
+        matches = (
+            [item] if os.path.isfile(item) else sorted(filter(os.path.isfile, glob.glob(item)))
+        )
         if not matches:
             raise DataError(f"--input {item} does not exist")
         paths += matches
     return paths
+
+
+@dataclass
+class Counts:
+    """What has been done so far, over all keys."""
+
+    records: int = 0
+    documents: int = 0
+    tokens: int = 0
+    empty: int = 0
+    bad: int = 0
+
+
+class Job:
+    """One run: inputs in order, one pair of files for each key, and a mark from which to go on."""
+
+    def __init__(
+        self, settings: EncodeSettings, paths: list[str], text_documents: str, output_prefix: str
+    ):
+        if len(settings.json_keys) > 1 and any(".txt" in Path(path).suffixes for path in paths):
+            raise DataError(
+                "plain text has one text a document; give one --json-keys or JSON lines"
+            )
+        self.settings, self.paths, self.text_documents = settings, paths, text_documents
+        self.prefixes = {k: f"{output_prefix}_{k}_{settings.level}" for k in settings.json_keys}
+        self.counts = Counts()
+        self._mark_path = Path(f"{next(iter(self.prefixes.values()))}.partial", "mark.json")
+
+    def run(self, workers: int, on_bad_line: str) -> None:
+        """Raises DataError, and then nothing is left; any other error keeps what is marked."""
+        tokenizer = tokenizer_of(self.settings)
+        if self.settings.append_eod:
+            _ = tokenizer.eod  # refuse before the work, not after
+        mark = self._read_mark()
+        builders: dict[str, IndexedBuilder] = {}
+        try:
+            for key, prefix in self.prefixes.items():
+                builders[key] = IndexedBuilder(
+                    prefix, self.settings.dtype, mark and mark["pairs"][key]
+                )
+            start = (mark["file"], mark["read"]) if mark else (0, 0)
+            progress = Progress(self.paths, workers, self.counts, start)
+            self._write(self._blocks(mark), builders, workers, on_bad_line, progress)
+            for key, builder in builders.items():
+                if not builder.num_tokens:
+                    source = f"{' '.join(self.paths)}: no text under key {key!r}"
+                    raise DataError(f"{source} in {self.counts.records} records")
+            for builder in builders.values():
+                builder.finish()
+        except (OSError, KeyboardInterrupt):
+            for builder in builders.values():
+                builder.close()
+            raise
+        except BaseException:
+            for builder in builders.values():
+                builder.abandon()
+            raise
+        for key, builder in builders.items():
+            print(
+                f"{bin_path(self.prefixes[key])} and .idx: {builder.num_documents:,} documents, "
+                f"{builder.num_tokens:,} tokens"
+            )
+        progress.finish()
+
+    def _blocks(self, mark: dict | None) -> Iterator[Block]:
+        first, start = (mark["file"], Place(**mark["place"])) if mark else (0, Place())
+        for file, path in enumerate(self.paths[first:], first):
+            for block in read_blocks(
+                path, self.settings.json_keys, text_documents=self.text_documents, start=start
+            ):
+                yield replace(block, file=file)
+            start = Place()
+
+    def _write(self, blocks, builders, workers, on_bad_line, progress) -> None:
+        marked = time.perf_counter()
+        for block, encoded in encode_all(self.settings, blocks, workers):
+            if encoded.bad and on_bad_line == "stop":
+                raise DataError(f"{encoded.bad[0]}; correct it or pass --on-bad-line skip")
+            for key, builder in builders.items():
+                texts = encoded.texts[key]
+                builder.add_documents(texts.tokens, texts.lengths, texts.sequences)
+                self.counts.documents += len(texts.sequences)
+                self.counts.tokens += len(texts.tokens)
+            self.counts.records += encoded.records
+            self.counts.empty += encoded.empty
+            progress.after(block, encoded)
+            if time.perf_counter() - marked >= MARK_SECONDS:
+                self._write_mark(block, builders)
+                marked = time.perf_counter()
+
+    def _fingerprint(self) -> str:
+        """What a mark holds for: settings, inputs and tokenizer files, by size and time of
+        change."""
+        files = [*self.paths, *(str(value) for _, value in self.settings.tokenizer)]
+        states = [
+            (f, os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in files if os.path.exists(f)
+        ]
+        everything = json.dumps([asdict(self.settings), self.text_documents, states], default=str)
+        return hashlib.sha256(everything.encode()).hexdigest()
+
+    def _write_mark(self, block: Block, builders: dict[str, IndexedBuilder]) -> None:
+        mark = {
+            "fingerprint": self._fingerprint(),
+            "pairs": {key: builder.mark() for key, builder in builders.items()},
+            "file": block.file,
+            "read": block.read,
+            "place": asdict(block.end),
+            "counts": asdict(self.counts),
+        }
+        part = self._mark_path.with_suffix(".new")
+        part.write_text(json.dumps(mark))
+        os.replace(part, self._mark_path)
+
+    def _read_mark(self) -> dict | None:
+        if not self._mark_path.is_file():
+            return None
+        mark = json.loads(self._mark_path.read_text())
+        if mark["fingerprint"] != self._fingerprint():
+            say("an unfinished run had other inputs or settings: starting anew")
+            return None
+        self.counts = Counts(**mark["counts"])
+        say(f"going on after {self.counts.records:,} records of an unfinished run")
+        return mark
 
 
 def encode_all(
@@ -167,50 +314,46 @@ def encode_all(
 
 
 class Progress:
-    """Counts, and says them on stderr: at once, after the first block, then every few seconds."""
+    """Says on stderr how far a job is: at once, after the first block, then every few seconds."""
 
-    def __init__(self, total_bytes: int, workers: int):
-        self.total = total_bytes
-        self.records = self.documents = self.tokens = self.empty = self.bad = 0
+    def __init__(self, paths: list[str], workers: int, counts: Counts, start: tuple[int, int]):
+        """start  (file, bytes of it) where reading begins"""
+        sizes = [os.path.getsize(path) for path in paths]
+        self._before = [sum(sizes[:i]) for i in range(len(sizes))]
+        self._total = sum(sizes)
+        self._counts = counts
+        self._first_byte = self._before[start[0]] + start[1]
+        self._first_document = counts.documents
         self._started = time.perf_counter()
         self._said = -PROGRESS_SECONDS
-        self._finished_files, self._path, self._read = 0, "", 0
-        say(f"{total_bytes / 1e6:,.1f} MB to read with {workers} worker{'s' * (workers > 1)}")
+        plural = "s" * (workers > 1)
+        say(
+            f"{(self._total - self._first_byte) / 1e6:,.1f} MB to read with {workers} "
+            f"worker{plural}"
+        )
 
-    def add(self, block: Block, encoded: Encoded) -> None:
-        if block.path != self._path:
-            self._finished_files += self._read
-            self._path = block.path
-        self._read = block.read
-        self.records += encoded.records
-        self.empty += encoded.empty
-        self.documents += sum(map(len, encoded.lengths.values()))
-        self.tokens += sum(map(len, encoded.tokens.values()))
-        for sentence in encoded.bad[: max(0, BAD_LINES_SHOWN - self.bad)]:
+    def after(self, block: Block, encoded: Encoded) -> None:
+        for sentence in encoded.bad[: max(0, BAD_LINES_SHOWN - self._counts.bad)]:
             say(f"skipped: {sentence}")
-        self.bad += len(encoded.bad)
+        self._counts.bad += len(encoded.bad)
         elapsed = time.perf_counter() - self._started
-        if elapsed - self._said >= PROGRESS_SECONDS:
-            self._said = elapsed
-            done = self._finished_files + self._read
-            left = elapsed / done * (self.total - done)
-            say(
-                f"{self.documents:,} documents ({self.documents / elapsed:,.0f}/s), "
-                f"{done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB ({done / 1e6 / elapsed:.2f} "
-                "MB/s), "
-                f"{self.tokens:,} tokens, {left:.0f} s left"
-            )
+        if elapsed - self._said < PROGRESS_SECONDS:
+            return
+        self._said = elapsed
+        done = self._before[block.file] + block.read
+        speed = (done - self._first_byte) / elapsed
+        documents = (self._counts.documents - self._first_document) / elapsed
+        left = f"{(self._total - done) / speed:.0f} s left" if speed else "time left unknown"
+        say(
+            f"{self._counts.documents:,} documents ({documents:,.0f}/s), "
+            f"{done / 1e6:,.1f} of {self._total / 1e6:,.1f} MB ({speed / 1e6:.2f} MB/s), "
+            f"{self._counts.tokens:,} tokens, {left}"
+        )
 
-    def finish(self, written: dict[str, IndexedBuilder]) -> None:
-        elapsed = time.perf_counter() - self._started
-        for prefix, builder in written.items():
-            print(
-                f"{bin_path(prefix)} and .idx: {builder.num_documents:,} documents, "
-                f"{builder.num_tokens:,} tokens"
-            )
+    def finish(self) -> None:
         print(
-            f"{self.records:,} records in {elapsed:.1f} s ({self.total / 1e6 / elapsed:.2f} MB/s), "
-            f"{self.empty:,} empty texts and {self.bad:,} bad lines skipped"
+            f"{self._counts.records:,} records in {time.perf_counter() - self._started:.1f} s, "
+            f"{self._counts.empty:,} empty texts and {self._counts.bad:,} bad lines skipped"
         )
 
 

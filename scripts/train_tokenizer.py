@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.indexed import DataError
-from data.records import parse_jsonl, read_blocks
+from data.index_format import DataError
+from data.records import parse_block, read_blocks
 
 END = "<|endoftext|>"
 
@@ -86,8 +86,8 @@ def texts(inputs: list[str], keys: tuple[str, ...]) -> Iterator[str]:
     total = sum(os.path.getsize(path) for path in inputs)
     before, said = 0, time.perf_counter()
     for path in inputs:
-        for block in read_blocks(path):
-            for row in parse_jsonl(block, keys):
+        for block in read_blocks(path, keys):
+            for row in parse_block(block, keys):
                 if isinstance(row, DataError):
                     raise row
                 yield from row

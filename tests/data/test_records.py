@@ -2,33 +2,38 @@
 
 import gzip
 import json
+import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.indexed import DataError
-from data.records import Block, parse_jsonl, read_blocks
+from data.records import Block, Place, parse_block, read_blocks
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.binary(max_size=200), st.integers(1, 50), st.booleans())
-def test_blocks_join_to_the_file(tmp_path_factory, content, size, compressed):
-    path = tmp_path_factory.mktemp("r") / ("a.jsonl.gz" if compressed else "a.jsonl")
-    path.write_bytes(gzip.compress(content) if compressed else content)
-    blocks = list(read_blocks(str(path), size))
+@given(st.binary(max_size=200), st.integers(1, 50), st.sampled_from(["", ".gz"]))
+def test_blocks_join_to_the_file_from_any_place(tmp_path_factory, content, size, suffix):
+    path = tmp_path_factory.mktemp("r") / f"a.jsonl{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix else content)
+    blocks = list(read_blocks(str(path), size=size))
     assert b"".join(block.data for block in blocks) == content
-    line = 1
-    for block in blocks:
-        assert block.line == line and block.data
-        line += block.data.count(b"\n")
+    start = Place()
+    for i, block in enumerate(blocks):
+        assert block.line == start.line and block.data
+        start = Place(start.offset + len(block.data), start.line + block.data.count(b"\n"))
+        assert block.end == start or i == len(blocks) - 1
+        rest = list(read_blocks(str(path), size=size, start=block.end))
+        assert b"".join(b.data for b in rest) == content[block.end.offset :]
+        assert [b.line for b in rest[:1]] == [b.line for b in blocks[i + 1 : i + 2]]
     assert all(block.data.endswith(b"\n") for block in blocks[:-1])
     if blocks:
         assert blocks[-1].read == path.stat().st_size
 
 
 def parsed(data, keys=("text",)):
-    return list(parse_jsonl(Block("f.jsonl", 1, data, 0), keys))
+    return list(parse_block(Block("f.jsonl", "json", data, 1, Place(), 0), keys))
 
 
 def test_line_ends_blank_lines_and_byte_order_mark():
@@ -63,3 +68,72 @@ def test_damaged_gzip_is_named(tmp_path):
     path.write_bytes(gzip.compress(json.dumps({"text": "a" * 1000}).encode())[:-12])
     with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be decompressed"):
         list(read_blocks(str(path)))
+
+
+def texts(path, **options):
+    return [
+        row for block in read_blocks(str(path), **options) for row in parse_block(block, ("text",))
+    ]
+
+
+def test_plain_text_by_line_and_by_file(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n\n two\nthree")
+    assert texts(tmp_path / "a.txt") == [["one"], [" two"], ["three"]]
+    assert texts(tmp_path / "a.txt", text_documents="file") == [["one\r\n\n two\nthree"]]
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"x\ny"))
+    assert texts(tmp_path / "b.txt.gz", text_documents="file", size=2) == [["x\ny"]]
+    (tmp_path / "c.txt").write_bytes(b"fine\n\xff\n")
+    good, bad = texts(tmp_path / "c.txt")
+    assert good == ["fine"] and "c.txt line 2: " in str(bad)
+
+
+def test_deep_json_is_a_bad_line():
+    (bad,) = parsed(b"[" * 100_000)
+    assert "f.jsonl line 1: " in str(bad)
+
+
+def zstandard_of(content):
+    try:
+        from compression import zstd
+
+        return zstd.compress(content)
+    except ImportError:
+        return pytest.importorskip("zstandard").compress(content)
+
+
+def test_zstandard(tmp_path):
+    first, second = zstandard_of(b'{"text": "a"}\n'), zstandard_of(b'{"text": "b"}\n')
+    (tmp_path / "a.jsonl.zst").write_bytes(first + second)
+    assert texts(tmp_path / "a.jsonl.zst") == [["a"], ["b"]]
+    (tmp_path / "b.jsonl.zst").write_bytes(b"no such thing")
+    with pytest.raises(DataError, match=r"b\.jsonl\.zst cannot be decompressed"):
+        texts(tmp_path / "b.jsonl.zst")
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [f"row {i}" for i in range(600)]
+    table = pyarrow.table({"text": [*rows, None], "other": [1] * 601})
+    path = tmp_path / "a.parquet"
+    parquet.write_table(table, path)
+    *good, bad = texts(path)
+    assert good == [[row] for row in rows] and "line 601: key 'text' holds NoneType" in str(bad)
+    blocks = list(read_blocks(str(path)))
+    assert blocks[-1].read == path.stat().st_size
+    again = list(read_blocks(str(path), start=blocks[0].end))
+    assert again == blocks[1:]
+    with pytest.raises(DataError, match=r"no column 'txt' .--json-keys.; it has text, other"):
+        list(read_blocks(str(path), ("txt",)))
+    path.write_bytes(b"PAR1")
+    with pytest.raises(DataError, match="is not a Parquet file"):
+        texts(path)
+
+
+@pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("a.zst", "zstandard")])
+def test_a_missing_package_is_named(tmp_path, monkeypatch, name, package):
+    (tmp_path / name).write_bytes(b"x")
+    for module in ("pyarrow", "pyarrow.parquet", "zstandard", "compression.zstd"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(DataError, match=f"pip install {package}"):
+        texts(tmp_path / name)

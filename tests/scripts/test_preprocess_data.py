@@ -1,5 +1,6 @@
 """scripts/preprocess_data.py from its command line."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -134,3 +135,81 @@ def test_the_quickstart_chain_on_a_small_corpus(tmp_path):
     lines = [json.loads(line)["text"] for line in Path(corpus).read_text().splitlines()]
     assert back == lines and sorted(back) == sorted(texts.values())
     assert {int(data[i][-1]) for i in range(len(data))} == {tokenizer.eod}
+
+
+def test_sentences_are_sequences(tmp_path):
+    source = tmp_path / "a.txt"
+    source.write_text("1 2. 3 4 5.\n\n6\n")
+    texts = {"1 2.": "1 2", "3 4 5.": "3 4 5", "6": "6"}
+    (tmp_path / "b.jsonl").write_text(
+        json.dumps({"text": "\n\n".join(texts.values())}) + "\n" + json.dumps({"text": "7"})
+    )
+    flags = ("--split-sentences", "--append-eod", "--workers", "1")
+    assert run(tmp_path, "--input", str(tmp_path / "b.jsonl"), *flags) == 0
+    data = IndexedDataset(tmp_path / "out_text_sentence")
+    assert [data[i].tolist() for i in range(len(data))] == [[1, 2], [3, 4, 5], [6, 1000], [7, 1000]]
+    assert data.document_indices.tolist() == [0, 3, 4]
+
+
+KILLED = """
+import os, signal, sys
+from scripts import preprocess_data
+preprocess_data.MARK_SECONDS = 0
+after = preprocess_data.Progress.after
+def dying(self, block, encoded):
+    after(self, block, encoded)
+    if self._counts.records >= 900:
+        os.kill(os.getpid(), signal.SIGKILL)
+preprocess_data.Progress.after = dying
+preprocess_data.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_goes_on_after_a_kill(tmp_path, capsys, suffix):
+    """The same bytes as an unbroken run, without reading what was done before the last mark."""
+    rng = np.random.default_rng(0)
+    lines = "".join(
+        json.dumps({"text": " ".join(map(str, rng.integers(0, 1000, 400)))}) + "\n"
+        for _ in range(1000)
+    ).encode()
+    paths = []
+    for name, part in (("a", lines), ("b", lines[: len(lines) // 2].rsplit(b"\n", 1)[0])):
+        path = tmp_path / f"{name}.jsonl{suffix}"
+        path.write_bytes(gzip.compress(part) if suffix else part)
+        paths.append(str(path))
+    flags = ["--input", *paths, "--append-eod", "--workers", "1"]
+    assert run(tmp_path, *flags, prefix="whole") == 0
+    argv = [*flags, *NULL, "--output-prefix", str(tmp_path / "out")]
+    killed = subprocess.run([sys.executable, "-c", KILLED, *argv], cwd=ROOT, capture_output=True)
+    assert killed.returncode == -9
+    assert (tmp_path / "out_text_document.partial" / "mark.json").is_file()
+    assert not (tmp_path / "out_text_document.idx").exists()
+    capsys.readouterr()
+    assert preprocess_data.main(argv) == 0
+    assert "going on after" in capsys.readouterr().err
+    for ending in (".bin", ".idx"):
+        whole = (tmp_path / f"whole_text_document{ending}").read_bytes()
+        assert (tmp_path / f"out_text_document{ending}").read_bytes() == whole
+    assert not (tmp_path / "out_text_document.partial").exists()
+
+
+def test_a_mark_of_other_inputs_is_not_used(tmp_path, capsys):
+    source = jsonl(tmp_path / "a.jsonl", ["1 2"])
+    folder = tmp_path / "out_text_document.partial"
+    folder.mkdir()
+    (folder / "mark.json").write_text(json.dumps({"fingerprint": "other"}))
+    assert run(tmp_path, "--input", source, "--workers", "1") == 0
+    assert "starting anew" in capsys.readouterr().err
+
+
+def test_flags_without_effect_say_so(tmp_path, capsys):
+    source = jsonl(tmp_path / "a.jsonl", ["1 2"])
+    assert run(tmp_path, "--input", source, "--workers", "1", "--partitions", "4") == 0
+    assert "--partitions has no effect" in capsys.readouterr().err
+
+
+def test_plain_text_has_one_key(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("1")
+    assert run(tmp_path, "--input", str(tmp_path / "a.txt"), "--json-keys", "a", "b") == 2
+    assert "one text a document" in capsys.readouterr().err
