@@ -1,16 +1,21 @@
-"""Train a byte-level BPE tokenizer on JSON lines.
+"""Train a tokenizer on JSON lines, plain text or Parquet.
 
     python scripts/train_tokenizer.py --input corpus.jsonl --output tokenizer.json
 
-writes a tokenizer.json for `--tokenizer-type HuggingFaceTokenizer --tokenizer-model
-tokenizer.json`. It has the 256 bytes, so that any text can be encoded, and the end token
-<|endoftext|>. Needs the package tokenizers.
+writes a byte-level BPE for `--tokenizer-type HuggingFaceTokenizer --tokenizer-model
+tokenizer.json`: it has the 256 bytes, so that any text can be encoded, and the end token
+<|endoftext|>.
+
+    python scripts/train_tokenizer.py --kind wordpiece --input corpus.jsonl --output vocab.txt
+
+writes a WordPiece for BERT, for `--tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt`.
+Needs the package tokenizers.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import os
 import sys
 import time
@@ -23,62 +28,87 @@ from data.index_format import DataError
 from data.records import parse_block, read_blocks
 
 END = "<|endoftext|>"
+BERT_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--input", required=True, nargs="+", help="JSON lines, plain or .gz")
-    add("--output", required=True, help="tokenizer.json to write")
-    add("--json-keys", nargs="+", default=["text"], help="keys to learn from (default: text)")
-    add(
-        "--vocab-size",
-        type=int,
-        default=8192,
-        help="tokens, bytes and end token included (default: 8192)",
-    )
+    add("--input", required=True, nargs="+", help="files, as for preprocess_data.py")
+    add("--output", required=True, help="tokenizer.json or vocab.txt to write")
+    add("--kind", choices=["bpe", "wordpiece"], default="bpe", help="(%(default)s)")
+    add("--json-keys", nargs="+", default=["text"], help="keys to learn from (text)")
+    add("--vocab-size", type=int, default=8192, help="tokens, special ones included (8192)")
+    add("--cased", action="store_true", help="wordpiece keeps capitals: BertWordPieceCase")
     args = parser.parse_args(argv)
     try:
-        train(args.input, args.output, tuple(args.json_keys), args.vocab_size)
+        train(args)
     except DataError as error:
         print(f"train_tokenizer.py: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def train(inputs: list[str], output: str, keys: tuple[str, ...], vocab_size: int) -> None:
-    if importlib.util.find_spec("tokenizers") is None:
-        raise DataError("training needs the package tokenizers: pip install tokenizers")
-    if vocab_size < 257:
-        raise DataError(
-            f"--vocab-size {vocab_size} has no room for 256 bytes and the end token; use 257 or "
-            "more"
-        )
-    for path in inputs:
+def train(args: argparse.Namespace) -> None:
+    try:
+        library = importlib.import_module("tokenizers")
+    except ImportError:
+        raise DataError("training needs the package tokenizers: pip install tokenizers") from None
+    for path in args.input:
         if not Path(path).is_file():
             raise DataError(f"--input {path} does not exist")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     started = time.perf_counter()
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+    tokenizer, trainer = (byte_pairs if args.kind == "bpe" else word_pieces)(library, args)
+    tokenizer.train_from_iterator(texts(args.input, tuple(args.json_keys)), trainer)
+    part = Path(f"{args.output}.partial")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    if args.kind == "bpe":
+        tokenizer.save(str(part))
+    else:
+        ids = tokenizer.get_vocab()
+        part.write_text("".join(f"{token}\n" for token in sorted(ids, key=ids.get)), "utf-8")
+    os.replace(part, args.output)
+    size, seconds = tokenizer.get_vocab_size(), time.perf_counter() - started
+    print(f"{args.output}: {size:,} tokens in {seconds:.1f} s")
+
+
+def byte_pairs(library, args: argparse.Namespace):
+    """GPT-2's kind: bytes, merged within words."""
+    if args.vocab_size < 257:
+        raise DataError(
+            f"--vocab-size {args.vocab_size} has no room for 256 bytes and the end token; use 257 "
+            "or more"
+        )
+    level = library.pre_tokenizers.ByteLevel
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = level(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=args.vocab_size,
         special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=level.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    tokenizer.train_from_iterator(texts(inputs, keys), trainer)
-    part = Path(f"{output}.partial")
-    part.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(part))
-    os.replace(part, output)
-    print(
-        f"{output}: {tokenizer.get_vocab_size():,} tokens in {time.perf_counter() - started:.1f} s"
+    return tokenizer, trainer
+
+
+def word_pieces(library, args: argparse.Namespace):
+    """BERT's kind: words, cut into pieces whose inner ones begin with ##."""
+    if args.vocab_size < 2 * len(BERT_TOKENS):
+        raise DataError(
+            f"--vocab-size {args.vocab_size} has no room beside {' '.join(BERT_TOKENS)}"
+        )
+    tokenizer = library.Tokenizer(library.models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = library.normalizers.BertNormalizer(lowercase=not args.cased)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+    trainer = library.trainers.WordPieceTrainer(
+        vocab_size=args.vocab_size,
+        special_tokens=BERT_TOKENS,
+        show_progress=sys.stderr.isatty(),
     )
+    return tokenizer, trainer
 
 
 def texts(inputs: list[str], keys: tuple[str, ...]) -> Iterator[str]:
