@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from core.comm.ledger import Total, wire_bytes
 from core.grid import RankGrid
@@ -28,7 +29,10 @@ class Sizes:
 
     seq, micro_batch, hidden, layers
     bytes_per_element   of activations
-    bytes_per_loss      of the loss's reductions
+    bytes_per_loss      of the loss's messages
+    loss_mode           how the output layer and its loss are computed (core.tensor_parallel)
+    loss_chunk          tokens that the fused modes work on at once, those of one rank's rows under
+                        sequence parallelism; None: all of them
     batch_integers      names of int64 arrays [b, s] in a batch
     batch_samples       names of int64 arrays [b]
     batch_floats        names of float32 arrays [b, s]
@@ -47,12 +51,15 @@ class Sizes:
     sequence_parallel: bool = False
     bytes_per_element: int = 4
     bytes_per_loss: int = 4
+    loss_mode: Literal["pipelined", "one-shot", "split", "unfused"] = "pipelined"
+    loss_chunk: int | None = None
     bytes_per_gradient: int = 4
     batch_integers: int = 3
     batch_samples: int = 1
     batch_floats: int = 1
 
 
+SIZES_ROW = 8 * 9  # bytes: the number of dimensions and eight sizes, int64
 Call = tuple[str, str, int]  # group, operation, payload in bytes
 
 
@@ -60,7 +67,7 @@ def step_traffic(sizes: Sizes, grid: RankGrid) -> dict[tuple[str, str], Total]:
     """(group, operation) -> calls and bytes of one training step on one rank; pp must be 1."""
     widths = {"tp": grid.tp, "dp_cp": grid.dp * grid.cp, "world": grid.size}
     totals: dict[tuple[str, str], Total] = {}
-    for group, op, payload in _calls(sizes):
+    for group, op, payload in _calls(sizes, grid.tp):
         if widths[group] == 1:
             continue
         total = totals.setdefault((group, op), Total())
@@ -70,13 +77,13 @@ def step_traffic(sizes: Sizes, grid: RankGrid) -> dict[tuple[str, str], Total]:
     return totals
 
 
-def _calls(z: Sizes) -> Iterator[Call]:
+def _calls(z: Sizes, tp: int) -> Iterator[Call]:
     for _ in range(z.microbatches):
         yield from _batch(z)
         yield from _embedding(z)
         for _ in range(z.layers):
             yield from _layer(z)
-        yield from _output(z)
+        yield from _unfused_output(z) if z.loss_mode == "unfused" else _fused_output(z, tp)
     yield "dp_cp", "all_reduce", 2 * 8  # loss and token sums, float64
     if z.shared_over_tp:
         yield "tp", "all_reduce", z.shared_over_tp * z.bytes_per_gradient
@@ -90,11 +97,11 @@ def _activation(z: Sizes) -> int:
 
 
 def _batch(z: Sizes) -> Iterator[Call]:
-    """broadcast_data: the sizes of the arrays, then the arrays in one piece, per element type."""
+    """broadcast_data: one row of sizes per array, then the arrays in one piece, per type."""
     rows = z.seq * z.micro_batch
-    yield "tp", "broadcast", 0
+    yield "tp", "broadcast", SIZES_ROW * (z.batch_integers + z.batch_samples)
     yield "tp", "broadcast", 8 * (z.batch_integers * rows + z.batch_samples * z.micro_batch)
-    yield "tp", "broadcast", 0
+    yield "tp", "broadcast", SIZES_ROW * z.batch_floats
     yield "tp", "broadcast", 4 * z.batch_floats * rows
 
 
@@ -126,8 +133,31 @@ def _column(z: Sizes) -> Iterator[Call]:
         yield "tp", "all_reduce", _activation(z)
 
 
-def _output(z: Sizes) -> Iterator[Call]:
-    """Output layer and vocabulary-parallel cross entropy: largest logit, target's, sum of exp."""
+def _unfused_output(z: Sizes) -> Iterator[Call]:
+    """Output layer, then vocabulary-parallel cross entropy: the maxima, then two sums a token."""
     yield from _column(z)
-    for _ in range(3):
-        yield "tp", "all_reduce", z.seq * z.micro_batch * z.bytes_per_loss
+    tokens = z.seq * z.micro_batch
+    yield "tp", "all_reduce", tokens * z.bytes_per_loss
+    yield "tp", "all_reduce", 2 * tokens * z.bytes_per_loss
+
+
+def _fused_output(z: Sizes, tp: int) -> Iterator[Call]:
+    """Output layer and loss in one, chunk by chunk of tokens.
+
+    The hidden states travel as for a column-parallel linear: gathered in forward and once more in
+    a mode that computes logits again, under sequence parallelism; their gradient is summed. The
+    loss takes one number per token and rank and one more: with every chunk, or all at once.
+    """
+    strips = tp if z.sequence_parallel else 1
+    mine = z.seq * z.micro_batch // strips
+    step = z.loss_chunk or mine
+    chunks = [min(step, mine - start) * strips for start in range(0, mine, step)]
+    row = z.hidden * z.bytes_per_element
+    for tokens in chunks:
+        if z.sequence_parallel:
+            for _ in range(1 if z.loss_mode == "pipelined" else 2):
+                yield "tp", "all_gather", tokens * row
+        yield "tp", "reduce_scatter" if z.sequence_parallel else "all_reduce", tokens * row
+    messages = [sum(chunks)] if z.loss_mode == "one-shot" else chunks
+    for i, tokens in enumerate(messages, start=1):
+        yield "tp", "all_gather", tp * (tokens + (i == len(messages))) * z.bytes_per_loss
