@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from kernels.gpu import cdiv, jit, tl, use_triton
+from kernels.gpu import cdiv, jit, launch, tl, use_triton
 
 LINEAR = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 CUBIC = tl.constexpr(0.07135481282663977)  # LINEAR * 0.044715
@@ -66,13 +66,13 @@ BLOCK = 1024
 
 def forward(x: Tensor, bias: Tensor) -> Tensor:
     y = torch.empty_like(x)
-    _forward[(cdiv(x.numel(), BLOCK),)](x, bias, y, x.numel(), len(bias), BLOCK=BLOCK)
+    launch(_forward, (cdiv(x.numel(), BLOCK),), x, bias, y, x.numel(), len(bias), BLOCK=BLOCK)
     return y
 
 
 def backward(dy: Tensor, x: Tensor, bias: Tensor) -> Tensor:
     dx = torch.empty_like(x)
-    _backward[(cdiv(x.numel(), BLOCK),)](dy, x, bias, dx, x.numel(), len(bias), BLOCK=BLOCK)
+    launch(_backward, (cdiv(x.numel(), BLOCK),), dy, x, bias, dx, x.numel(), len(bias), BLOCK=BLOCK)
     return dx
 
 

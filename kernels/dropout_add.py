@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from kernels.gpu import cdiv, jit, tl, use_triton
+from kernels.gpu import cdiv, jit, launch, tl, use_triton
 from kernels.stateless_mask import keep_element, keep_mask, lowest_kept, threshold
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -67,7 +67,8 @@ def forward(x: Tensor, bias: Tensor | None, residual: Tensor, keys: Tensor, p: f
     """[rows, width] operands, keys [rows]."""
     rows, width = x.shape
     y = torch.empty_like(x)
-    _forward[(rows, cdiv(width, BLOCK))](
+    launch(
+        _forward, (rows, cdiv(width, BLOCK)),
         x, x if bias is None else bias, residual, keys, y, width, lowest_kept(p), 1 / (1 - p),
         BIAS=bias is not None, BLOCK=BLOCK,
     )  # fmt: skip
@@ -77,7 +78,8 @@ def forward(x: Tensor, bias: Tensor | None, residual: Tensor, keys: Tensor, p: f
 def backward(dy: Tensor, keys: Tensor, p: float) -> Tensor:
     rows, width = dy.shape
     dx = torch.empty_like(dy)
-    _backward[(rows, cdiv(width, BLOCK))](
+    launch(
+        _backward, (rows, cdiv(width, BLOCK)),
         dy, keys, dx, width, lowest_kept(p), 1 / (1 - p), BLOCK=BLOCK
     )
     return dx

@@ -32,17 +32,26 @@ except Exception:  # a missing, foreign or broken package: the torch path is the
             return value
 
 
+def launch(kernel, grid: tuple[int, ...], *arguments, **constants) -> None:
+    """Runs a kernel on a grid of programs.
+
+    Products and sums may be fused, as CUDA's own compiler does: said at every launch, since
+    Triton's default is about to change, of which 3.9 warns.
+    """
+    kernel[grid](*arguments, enable_fp_fusion=True, **constants)
+
+
 def use_triton(*tensors: Tensor | None) -> bool:
     """Whether these tensors are worked on by Triton kernels: a GPU of Ampere or later has them."""
     if triton is None:
         return False
     first = next(x for x in tensors if x is not None)
-    return first.is_cuda and torch.cuda.get_device_capability(first.device) >= (8, 0)
+    return first.is_cuda and capability(first) >= (8, 0)
 
 
-def has_tensor_memory_accelerator(x: Tensor) -> bool:
-    """Whether tiles can be fetched by descriptor: Hopper and later, and the interpreter."""
-    return INTERPRETED or torch.cuda.get_device_capability(x.device) >= (9, 0)
+def capability(x: Tensor) -> tuple[int, int]:
+    """(8, 0) for Ampere, (9, 0) for Hopper, (10, 0) for Blackwell."""
+    return torch.cuda.get_device_capability(x.device)
 
 
 def multiprocessors(x: Tensor) -> int:

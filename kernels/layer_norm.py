@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from kernels.gpu import cdiv, jit, multiprocessors, next_power_of_two, tl, use_triton
+from kernels.gpu import cdiv, jit, launch, multiprocessors, next_power_of_two, tl, use_triton
 
 # ---- kernels ------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ def _backward(
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     sum_w = tl.zeros((BLOCK,), tl.float32)
     sum_b = tl.zeros((BLOCK,), tl.float32)
-    for turn in range(0, tl.cdiv(rows - program, programs)):
+    for turn in range(tl.cdiv(rows - program, programs)):
         row = (program + turn * programs).to(tl.int64)
         at = row * width + column
         d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
@@ -93,7 +93,8 @@ def forward(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: floa
     y, total = torch.empty_like(x), torch.empty_like(x)
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
     block = next_power_of_two(width)
-    _forward[(rows,)](
+    launch(
+        _forward, (rows,),
         x, residual, total, weight, bias, y, mean, rstd, width, eps,
         BLOCK=block, num_warps=warps(block),
     )  # fmt: skip
@@ -107,7 +108,8 @@ def backward(dy: Tensor, dtotal: Tensor, total: Tensor, weight: Tensor, mean: Te
     programs = min(rows, 4 * multiprocessors(total))
     sums = torch.empty(2, programs, width, dtype=torch.float32, device=total.device)
     block = next_power_of_two(width)
-    _backward[(programs,)](
+    launch(
+        _backward, (programs,),
         dy, dtotal, total, weight, mean, rstd, dx, sums[0], sums[1], rows, width,
         BLOCK=block, num_warps=warps(block),
     )  # fmt: skip

@@ -149,6 +149,7 @@ class TorchLogits:
         self.rows, self.hidden_size = weight.shape
         self.operand_dtype = weight.dtype if weight.is_cuda else self.dtype
         self.smallest = torch.finfo(self.dtype).min
+        self.tile_bytes = 32 * TILE_BYTES if weight.is_cuda else TILE_BYTES
 
     # ---- forward alone ------------------------------------------------------------------------
 
@@ -275,7 +276,7 @@ class TorchLogits:
 
     def _tiles(self, n: int) -> Iterator[tuple[int, int, Tensor]]:
         """(first column, last + 1, memory for [n, columns] logits)"""
-        columns = max(1, min(self.rows, TILE_BYTES // (max(n, 1) * self.dtype.itemsize)))
+        columns = max(1, min(self.rows, self.tile_bytes // (max(n, 1) * self.dtype.itemsize)))
         memory = torch.empty(n * columns, dtype=self.dtype, device=self.weight.device)
         for start in range(0, self.rows, columns):
             stop = min(start + columns, self.rows)
@@ -352,15 +353,10 @@ class TorchLogits:
             dbias[start:stop] += gradient.sum(0)
         gradient = gradient.to(self.operand_dtype)
         if dweight is not None:
-            _add_product(dweight[start:stop], gradient.t(), hidden)
+            add_product(dweight[start:stop], gradient.t(), hidden)
         if dhidden is not None:
             for i, j, rows in self._weight_tiles(start, stop):
-                _add_product(dhidden, gradient[:, i - start : j - start], rows)
-
-
-def local_logits(weight: Tensor, bias: Tensor | None, terms: LossTerms) -> TorchLogits:
-    """The fastest form that computes this loss on the weight's device."""
-    return TorchLogits(weight, bias, terms)
+                add_product(dhidden, gradient[:, i - start : j - start], rows)
 
 
 def _columns_of(target: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -392,9 +388,11 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
         out.copy_(torch.mm(a, b, out_dtype=out.dtype))
 
 
-def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out += a @ b, likewise."""
+def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out += a @ b, likewise; the sum is never rounded to the operands' type."""
     if a.dtype == out.dtype:
         out.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
-        out.add_(torch.mm(a, b, out_dtype=out.dtype))
+        out.addmm_(a.to(out.dtype), b.to(out.dtype))

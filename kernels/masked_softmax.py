@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from kernels.gpu import jit, next_power_of_two, tl, use_triton
+from kernels.gpu import jit, launch, next_power_of_two, tl, use_triton
 from kernels.layer_norm import warps
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -76,7 +76,8 @@ def forward(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> 
     p = torch.empty_like(scores)
     seen = p if mask is None else mask.view(torch.uint8)
     block = next_power_of_two(keys)
-    _forward[(b * heads * queries,)](
+    launch(
+        _forward, (b * heads * queries,),
         scores, seen, p, heads, queries, keys, scale,
         MASKED=mask is not None, CAUSAL=causal, BLOCK=block, num_warps=warps(block),
     )  # fmt: skip
@@ -87,7 +88,8 @@ def backward(dp: Tensor, p: Tensor, scale: float) -> Tensor:
     keys = p.shape[-1]
     dx = torch.empty_like(p)
     block = next_power_of_two(keys)
-    _backward[(p.numel() // keys,)](
+    launch(
+        _backward, (p.numel() // keys,),
         dp, p, dx, keys, scale, BLOCK=block, num_warps=warps(block)
     )
     return dx

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from kernels.gpu import jit, multiprocessors, next_power_of_two, tl, use_triton
+from kernels.gpu import jit, launch, multiprocessors, next_power_of_two, tl, use_triton
 from kernels.layer_norm import warps
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def _backward(
     inside = column < width
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     sum_w = tl.zeros((BLOCK,), tl.float32)
-    for turn in range(0, tl.cdiv(rows - program, programs)):
+    for turn in range(tl.cdiv(rows - program, programs)):
         row = (program + turn * programs).to(tl.int64)
         at = row * width + column
         d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
@@ -85,7 +85,8 @@ def forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float):
     y, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     block = next_power_of_two(width)
-    _forward[(rows,)](
+    launch(
+        _forward, (rows,),
         x, residual, total, weight, y, rstd, width, eps,
         ADD=residual is not None, BLOCK=block, num_warps=warps(block),
     )  # fmt: skip
@@ -101,7 +102,8 @@ def backward(
     programs = min(rows, 4 * multiprocessors(total))
     sums = torch.empty(programs, width, dtype=torch.float32, device=total.device)
     block = next_power_of_two(width)
-    _backward[(programs,)](
+    launch(
+        _backward, (programs,),
         dy, dtotal, total, weight, rstd, dx, sums, rows, width,
         ADD=dtotal is not None, BLOCK=block, num_warps=warps(block),
     )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from kernels.gpu import jit, next_power_of_two, tl, use_triton
+from kernels.gpu import jit, launch, next_power_of_two, tl, use_triton
 
 # ---- kernel -------------------------------------------------------------------------------------
 
@@ -55,7 +55,8 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float) ->
     tokens, heads, width = x.shape
     half = cos.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _turn[(tokens, heads)](
+    launch(
+        _turn, (tokens, heads),
         x, y, cos, sin, heads, width, half, sign, x.stride(0), x.stride(1),
         PAIR=2 if interleaved else 1, partner=1 if interleaved else half,
         HALF=next_power_of_two(half), WIDTH=next_power_of_two(width), num_warps=1,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from kernels.gpu import cdiv, jit, tl, use_triton
+from kernels.gpu import cdiv, jit, launch, tl, use_triton
 
 # ---- kernels ------------------------------------------------------------------------------------
 
@@ -69,14 +69,14 @@ def forward(x: Tensor) -> Tensor:
     """[rows, 2 f] -> [rows, f]"""
     rows, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty(rows, width)
-    _forward[(rows, cdiv(width, BLOCK))](x, y, width, BLOCK=BLOCK)
+    launch(_forward, (rows, cdiv(width, BLOCK)), x, y, width, BLOCK=BLOCK)
     return y
 
 
 def backward(dy: Tensor, x: Tensor) -> Tensor:
     rows, width = dy.shape
     dx = torch.empty_like(x)
-    _backward[(rows, cdiv(width, BLOCK))](dy, x, dx, width, BLOCK=BLOCK)
+    launch(_backward, (rows, cdiv(width, BLOCK)), dy, x, dx, width, BLOCK=BLOCK)
     return dx
 
 

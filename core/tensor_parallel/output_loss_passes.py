@@ -35,8 +35,8 @@ from kernels.linear_cross_entropy import (
     TokenGradient,
     TokenStats,
     accumulation_dtype,
-    local_logits,
 )
+from kernels.linear_cross_entropy_triton import local_logits
 
 TAG = "output_loss"
 
