@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 from core.comm import Group, all_reduce_
 from core.parallel_state import resolve
 
-BLOCK = {"cpu": 1 << 18}  # elements worked on at once: a megabyte stays in the cache
+BLOCK = {"cpu": 1 << 20}  # elements worked on at once: temporaries stay in the cache
 BLOCK_ON_DEVICE = 1 << 26
 
 
@@ -123,12 +123,16 @@ class _VocabParallelCrossEntropy(Function):
         z, dz = (x.reshape(-1, logits.shape[-1]) for x in (logits, dlogits))
         dz[:, c.real :].zero_()
         for rows in _blocks(z.shape[0], c.real, z.device):
-            p = (z[rows, : c.real].to(lse.dtype) - lse[rows, None]).exp_()
+            out = dz[rows, : c.real]
+            p = out if out.dtype == lse.dtype else torch.empty_like(out, dtype=lse.dtype)
+            torch.sub(z[rows, : c.real].to(lse.dtype), lse[rows, None], out=p).exp_()
             here, column = _targets(local[rows])
             p[here, column] -= 1 - c.smoothing
             if c.smoothing:
                 p.sub_(c.smoothing / c.vocab)
-            dz[rows, : c.real] = p.mul_(dloss.reshape(-1)[rows, None])
+            p.mul_(dloss.reshape(-1)[rows, None])
+            if p is not out:
+                out.copy_(p)
         return dlogits, None, None
 
 

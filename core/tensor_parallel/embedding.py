@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from core.comm import Group, all_gather, all_reduce_, reduce_scatter
-from core.shard import shard_of
+from core.shard import Shard
 
 NOT_MINE = -1  # a local id that stands for another rank's row
 
@@ -46,20 +46,20 @@ class Lookup:
 def lookup(
     ids: Tensor,
     weight: Tensor,
+    shard: Shard,
     group: Group,
     tag: str,
     *,
     scatter: bool = False,
     weight_grad: TableGrad | None = None,
 ) -> Tensor:
-    """The table's rows for `ids`, communicated.
+    """The table's rows for `ids`, communicated; `shard` says how the table is cut.
 
     Raises IndexError, in host memory, for an id outside the vocabulary. On a device, where looking
     would wait for it, such an id gets a row of zeros.
     """
     if scatter:
         ids = ids.t()  # [s, b]: transposing numbers is cheaper than transposing rows
-    shard = shard_of(weight)
     checked = ids.device.type == "cpu"
     if checked:
         _check(ids, shard.shape[0])

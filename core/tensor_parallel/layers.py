@@ -436,11 +436,13 @@ class VocabParallelEmbedding(_ParallelLayer):
             Initial(init_method, init_std, seed, f"{self.tag}.weight"),
             logical=vocab_size or num_embeddings,
         )
+        self._shard = self.weight.shard  # copies of a parameter do not keep its attributes
 
     def forward(self, input_: Tensor) -> Tensor:
         return lookup(
             input_,
             self.weight,
+            self._shard,
             self.group,
             self.tag,
             scatter=self.reduce_scatter_embeddings,
@@ -448,7 +450,7 @@ class VocabParallelEmbedding(_ParallelLayer):
         )
 
     def extra_repr(self) -> str:
-        shape = self.weight.shard.shape
-        padding = self.num_embeddings - shape[0]
-        rows = f"{shape[0]} (+ {padding} padding)" if padding else f"{shape[0]}"
+        real = self._shard.shape[0]
+        padding = self.num_embeddings - real
+        rows = f"{real} (+ {padding} padding)" if padding else f"{real}"
         return f"{rows} × {self.embedding_dim}{self._cut_text(self.num_embeddings)}"

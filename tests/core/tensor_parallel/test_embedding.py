@@ -1,5 +1,7 @@
 """Vocabulary-parallel embedding: sharded equals a plain table, forward and gradient."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -109,6 +111,11 @@ def test_no_ids_at_all() -> None:
     y = table(Group.single())(torch.zeros(2, 0, dtype=torch.int64))
     assert y.shape == (2, 0, H)
     y.sum().backward()
+
+
+def test_a_copied_layer_works() -> None:
+    layer = table(Group.single())
+    assert torch.equal(copy.deepcopy(layer)(numbers()), layer(numbers()))
 
 
 def attributes(world):

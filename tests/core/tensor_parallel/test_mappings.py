@@ -176,10 +176,10 @@ def test_uneven_parts(ranks: RankPool, size: int) -> None:
 
 
 def check_all_to_all(world):
-    """Rank r sends 1 + (r + j) % 2 rows to rank j."""
+    """Rank r sends 1 + (2 r + j) % 3 rows to rank j."""
     r = world.rank
-    sent = [1 + (r + j) % 2 for j in range(world.size)]
-    received = [1 + (j + r) % 2 for j in range(world.size)]
+    sent = [1 + (2 * r + j) % 3 for j in range(world.size)]
+    received = [1 + (2 * j + r) % 3 for j in range(world.size)]
     x = leaf(torch.full((sum(sent), 2), float(r), dtype=torch.float64))
     y = m.all_to_all(world, x, received, sent)
     wanted = torch.cat([torch.full((n, 2), float(j)) for j, n in enumerate(received)])
