@@ -155,6 +155,10 @@ class GPTDataset:
     def tokens_per_epoch(self) -> int:
         return self.index.tokens_per_epoch
 
+    @property
+    def samples_per_epoch(self) -> float:
+        return self.tokens_per_epoch / self.seq_length
+
     def window(self, n: int) -> np.ndarray:
         """The seq_length + 1 tokens of sample n, in the file's dtype."""
         return self._read(*self.index.pieces(n))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
@@ -110,6 +110,13 @@ class MixedDataset(BlendedDataset):
                 for start, weights in phases
             ],
         )
+
+    def uses(self, samples: int) -> Iterator[str]:
+        """For each set, how often a run of so many samples passes through it."""
+        for prefix, data, count in zip(self.prefixes, self.datasets, self.counts(samples)):
+            if data is not None:
+                epochs = count / data.samples_per_epoch
+                yield f"{prefix}: {count:,} samples, {epochs:.3g} epochs"
 
     def __getitem__(self, n: int):
         which, k = self.locate(n)

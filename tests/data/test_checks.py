@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from data.checks import problems, token_range
+from data.checks import mix_problems, problems, token_range
 from data.indexed import IndexedBuilder, IndexedDataset
+from data.sets import Mix, mixes
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_empty_split_that_is_asked_for(prefix):
 
 def test_all_problems_at_once(prefix):
     sentences = list(problems(prefix, 1000, 5, "8,1,1", ("train", "valid")))
-    assert len(sentences) == 3 and "80 tokens" in sentences[0] and "takes 1001" in sentences[0]
+    assert len(sentences) == 3 and "80 tokens" in sentences[1] and "takes 1001" in sentences[1]
 
 
 def test_bad_split_is_a_sentence(prefix):
@@ -65,3 +66,14 @@ def test_a_large_file_is_sampled_at_both_ends_and_a_small_one_read(tmp_path, pla
     with IndexedBuilder(tmp_path / "a", np.uint16) as builder:
         builder.add(tokens)
     assert token_range(IndexedDataset(tmp_path / "a"), budget) == (0, 7)
+
+
+def test_own_data_for_each_split_and_a_blend(prefix, tmp_path):
+    a, none = str(prefix), str(tmp_path / "none")
+    found = mixes(train_data_path=["1", a, "0", none], valid_data_path=["1", a, "1", none])
+    assert list(mix_problems(found, 99, 19)) == []
+    (sentence,) = mix_problems(found, 99, 19, ("train", "valid"))
+    assert "none.idx does not exist" in sentence
+    first, second = mix_problems({"train": Mix((a,))}, 100, 19, ("train", "test"))
+    assert "train has 10 of 10 documents with 100 tokens" in first
+    assert "no data for test; give --test-data-path" in second

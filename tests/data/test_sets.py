@@ -68,6 +68,15 @@ def test_without_weights_all_sets_are_passed_through_equally(pairs):
     assert data.history == [[0, {pairs[0]: "80", pairs[1]: "160"}]]
 
 
+def test_how_often_a_run_passes_through_each_set(pairs):
+    """C050: a blend says what it uses of each set, in samples and epochs."""
+    data = open_mix(Mix(pairs, (Fraction(1), Fraction(3))), make)
+    assert list(data.uses(80)) == [
+        f"{pairs[0]}: 20 samples, 1 epochs",
+        f"{pairs[1]}: 60 samples, 1.5 epochs",
+    ]
+
+
 def test_several_validation_sets_by_name(pairs, tmp_path):
     named = named_mixes(Mix(pairs, None, "8,1,1", 1))
     assert named == {"a": Mix(pairs[:1], None, "8,1,1", 1), "b": Mix(pairs[1:], None, "8,1,1", 1)}
