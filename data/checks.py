@@ -46,7 +46,8 @@ def mix_problems(
     for name in needed:
         if name not in found:
             yield (
-                f"there is no data for {name}; give --{name}-data-path, or a --data-path with --split"
+                f"there is no data for {name}; give --{name}-data-path, or a --data-path with "
+                "--split"
             )
             continue
         mix = found[name]

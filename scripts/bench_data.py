@@ -1,0 +1,223 @@
+"""How fast the data path is, against the figures it must keep.
+
+    python scripts/bench_data.py [--json F] [--quick]
+
+Makes its own inputs in a temporary folder. Times are CPU seconds of this process and its children,
+so that other work on the machine disturbs them little. --quick uses a twentieth of the size and
+keeps no bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from data.bert import BertDataset, PairSampler
+from data.gpt import GPTDataset
+from data.index_format import pack_header
+from data.masking import Masking
+
+SCRIPTS = Path(__file__).resolve().parent
+SEQ_LENGTH = 1024
+
+
+@dataclass
+class Row:
+    """One line of the table; `better` is "less" or "more" than `bar`."""
+
+    what: str
+    value: float
+    unit: str
+    bar: float | None = None
+    better: str = "less"
+
+    def met(self) -> bool:
+        return self.bar is None or (
+            self.value <= self.bar if self.better == "less" else self.value >= self.bar
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("--quick", action="store_true", help="a twentieth of the size")
+    args = parser.parse_args(argv)
+    rows: list[Row] = []
+    print(f"{'what':58}{'measured':>12}  {'unit':14}{'bar':>9}")
+    with tempfile.TemporaryDirectory() as folder:
+        for measure in (index_rows, access_rows, bert_rows, preprocess_rows, memory_rows):
+            for row in measure(Path(folder), 20 if args.quick else 1):
+                rows.append(row)
+                bar = "" if row.bar is None else f"{row.bar:,.6g}"
+                mark = "" if args.quick or row.met() else "  MISSED"
+                print(f"{row.what:58}{row.value:>12,.4g}  {row.unit:14}{bar:>9}{mark}", flush=True)
+    if args.json:
+        Path(args.json).write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    return 0 if args.quick or all(row.met() for row in rows) else 1
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    """CPU seconds of `work` in this process: the least of three."""
+    best = float("inf")
+    for _ in range(3):
+        started = time.process_time()
+        work()
+        best = min(best, time.process_time() - started)
+    return best
+
+
+def write_sparse(prefix: Path, documents: int, mean_tokens: int) -> str:
+    """A pair of documents of about mean_tokens tokens whose .bin is a hole in the file system."""
+    lengths = np.random.default_rng(0).integers(mean_tokens // 5, mean_tokens * 9 // 5, documents)
+    ends = np.cumsum(lengths * 2)
+    with open(f"{prefix}.idx", "wb") as file:
+        file.write(pack_header(np.dtype("<u2"), documents, documents))
+        for column, dtype in (
+            (lengths, "<i4"),
+            (ends - lengths * 2, "<i8"),
+            (np.arange(documents + 1), "<i8"),
+        ):
+            file.write(column.astype(dtype).data)
+    with open(f"{prefix}.bin", "wb") as file:
+        file.truncate(int(ends[-1]))
+    return str(prefix)
+
+
+def index_rows(folder: Path, scale: int) -> Iterator[Row]:
+    """First build and cached start of a large index."""
+    documents = 5_000_000 // scale
+    prefix = write_sparse(folder / "large", documents, 1000)
+    name = f"index of {documents:,} documents, sequence {SEQ_LENGTH}"
+    build = cpu_seconds(lambda: GPTDataset(prefix, None, SEQ_LENGTH, 1).index.epoch(0))
+    yield Row(f"{name}: first build", build, "CPU s", 1.1)
+
+    def cached() -> object:
+        return GPTDataset(prefix, None, SEQ_LENGTH, 1, cache_folder=folder / "cache")[0]
+
+    cached()
+    yield Row(f"{name}: from cache", cpu_seconds(cached), "CPU s", 0.02)
+
+
+def access_rows(folder: Path, scale: int) -> Iterator[Row]:
+    """Random access to a middling index."""
+    documents = 100_000 // scale
+    data = GPTDataset(write_sparse(folder / "middling", documents, 600), None, SEQ_LENGTH, 1)
+    count = 20_000 // scale
+    places = np.random.default_rng(1).integers(0, data.samples_per_epoch, count).tolist()
+    seconds = cpu_seconds(lambda: [data[n] for n in places])
+    yield Row(
+        f"random GPT samples, {documents:,} documents", count / seconds, "a CPU s", 8000, "more"
+    )
+
+
+def bert_rows(folder: Path, scale: int) -> Iterator[Row]:
+    """Pairs with whole-word masks, sequence 512."""
+    prefix = write_sparse(folder / "sentences", 200_000 // scale, 30)
+    index = bytearray(Path(f"{prefix}.idx").read_bytes())
+    sequences = 200_000 // scale
+    boundaries = np.arange(0, sequences + 1, 20)  # documents of 20 sentences
+    size = len(index) - 8 * (sequences + 1)
+    header = pack_header(np.dtype("<u2"), sequences, len(boundaries) - 1)
+    Path(f"{prefix}.idx").write_bytes(
+        header + index[len(header) : size] + boundaries.astype("<i8").tobytes()
+    )
+    starts = np.random.default_rng(2).random(30_000) < 0.8
+    sampler = PairSampler(512, 1, 2, 0, Masking(3, 30_000, starts))
+    data = BertDataset(prefix, None, 1, sampler)
+    count = min(2000, data.samples_per_epoch)
+    seconds = cpu_seconds(lambda: [data[n] for n in range(count)])
+    yield Row("BERT samples of 512, whole-word n-grams", count / seconds, "a CPU s")
+
+
+def children_seconds(command: list[str]) -> float:
+    """CPU seconds of a command and its children."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+ENCODE_ALONE = """
+import json, sys, tokenizers
+texts = [json.loads(line)["text"] for line in open(sys.argv[1], encoding="utf-8")]
+tokenizer = tokenizers.Tokenizer.from_file(sys.argv[2])
+import time
+started = time.process_time()
+for i in range(0, len(texts), 64):
+    tokenizer.encode_batch_fast(texts[i : i + 64], add_special_tokens=False)
+print(time.process_time() - started)
+"""
+
+
+def preprocess_rows(folder: Path, scale: int) -> Iterator[Row]:
+    """preprocess_data.py against the library's encoder alone, on the same documents, one core."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    corpus, model = str(folder / "corpus.jsonl"), str(folder / "tokenizer.json")
+    size = ["--max-megabytes", str(20 / scale)]
+    subprocess.run(
+        [sys.executable, f"{SCRIPTS}/build_corpus.py", "--output", corpus, *size],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    children_seconds(
+        [sys.executable, f"{SCRIPTS}/train_tokenizer.py", "--input", corpus, "--output", model]
+    )
+    alone = float(
+        subprocess.run(
+            [sys.executable, "-c", ENCODE_ALONE, corpus, model],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+    )
+    yield Row("encode_batch_fast alone", alone, "CPU s")
+    command = [sys.executable, f"{SCRIPTS}/preprocess_data.py", "--input", corpus]
+    command += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model]
+    for workers in (1, 2):
+        flags = ["--output-prefix", str(folder / f"out{workers}"), "--workers", str(workers)]
+        seconds = children_seconds([*command, *flags])
+        yield Row(f"preprocess_data.py, {workers} workers, over that", seconds / alone, "x", 1.1)
+
+
+def memory_rows(folder: Path, scale: int) -> Iterator[Row]:
+    """Peak memory of preprocess_data.py does not grow with the input."""
+    line = json.dumps({"text": " ".join(map(str, range(1000)))}) + "\n"
+    peaks = []
+    for megabytes in (300, 1000):
+        source = folder / "numbers.jsonl"
+        with open(source, "w") as file:
+            for _ in range(megabytes * 1_000_000 // scale // len(line)):
+                file.write(line)
+        command = [
+            sys.executable,
+            str(SCRIPTS / "preprocess_data.py"),
+            "--input",
+            str(source),
+        ]
+        command += ["--output-prefix", str(folder / "numbers"), "--workers", "1"]
+        command += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        peaks.append(usage.ru_maxrss / 1024)
+        yield Row(f"preprocess_data.py, {megabytes // scale:,} MB of input: peak", peaks[-1], "MiB")
+    yield Row("growth of that peak", peaks[1] / peaks[0], "x", 1.05)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
