@@ -54,6 +54,7 @@ _ALWAYS = {
         "apply_layernorm_1p"
     ),
     "runs repeat bit for bit on CPU with no flag": "deterministic_mode",
+    "SIGTERM and SIGUSR1 always save and stop; --exit-signal adds one": "exit_signal_handler",
     "random values are functions of the seed and the sample; there is no state to keep": (
         "no_load_rng no_save_rng te_rng_tracker"
     ),
@@ -75,6 +76,9 @@ _ALWAYS = {
         "use_checkpoint_opt_param_scheduler"
     ),
     "the tokenizer is always the command line's": "no_use_tokenizer_model_from_checkpoint_args",
+    "receives are posted as early as the plan allows, and waited for where they are used": (
+        "overlap_p2p_communication_warmup_flush no_overlap_p2p_communication"
+    ),
     "there are no timers to combine; --metrics-file has each step's times": "timing_log_option",
     "--tensorboard-dir always gets it": (
         "log_timers_to_tensorboard log_validation_ppl_to_tensorboard "
@@ -111,14 +115,12 @@ REFUSED: dict[str, str] = _by_reason(
             "grad_reduce_in_bf16 use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype "
             "main_grads_dtype main_params_dtype"
         ),
-        "pipeline parallelism is not here yet; raise --tensor-model-parallel-size instead": (
-            "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
-            "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-            "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
-            "pipeline_model_parallel_layout no_overlap_p2p_communication "
-            "overlap_p2p_communication_warmup_flush "
-            "microbatch_group_size_per_virtual_pipeline_stage "
-            "pipeline_model_parallel_comm_backend defer_embedding_wgrad_compute"
+        "the order of microbatches is the schedule's: --pipeline-schedule takes a file too": (
+            "microbatch_group_size_per_virtual_pipeline_stage"
+        ),
+        "all groups have one backend: --distributed-backend": "pipeline_model_parallel_comm_backend",
+        "use --pipeline-schedule zb_h1, where every weight gradient can wait": (
+            "defer_embedding_wgrad_compute"
         ),
         f"sharding over data parallel ranks is not here yet; {_WITHOUT}": (
             "use_distributed_optimizer overlap_grad_reduce overlap_param_gather ddp_bucket_size "
@@ -141,9 +143,6 @@ REFUSED: dict[str, str] = _by_reason(
         "not here yet; use --lr and --min-lr for all parameters": "decoupled_lr decoupled_min_lr",
         "use --rampup-batch-size START INCREMENT SAMPLES": "step_batch_size_schedule",
         "initial values depend on --seed alone; ranks cannot differ": "data_parallel_random_init",
-        "not here yet; use --exit-interval or --exit-duration-in-mins": (
-            "exit_signal_handler exit_signal"
-        ),
         "not here yet; use --data-path with --split": (
             "train_data_path valid_data_path test_data_path per_split_data_args_path "
             "data_args_path multiple_validation_sets full_validation"

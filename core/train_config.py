@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from core.batch_schedule import BatchSchedule
@@ -187,12 +188,19 @@ class LoggingConfig:
     """Steps between its events."""
     log_communication: bool = False
     """Print every collective by group and operation at the end."""
+    log_pipeline: str | None = None
+    """When each forward and backward ran, for scripts/draw_schedule.py --measured."""
     progress_bar: bool = True
     """No progress bar on a terminal."""
 
     def problems(self) -> Iterator[str]:
         intervals = (self.log_interval, self.tensorboard_log_interval)
         yield from _at_least(1, log_interval=intervals[0], tensorboard_log_interval=intervals[1])
+        if self.log_pipeline is not None and not Path(self.log_pipeline).parent.is_dir():
+            yield (
+                f"--log-pipeline {self.log_pipeline}: there is no folder "
+                f"{Path(self.log_pipeline).parent}"
+            )
 
 
 @dataclass(kw_only=True)
@@ -207,11 +215,23 @@ class LaunchConfig:
     """How long a collective may take."""
     rendezvous_timeout_seconds: float = 120.0
     """How long the ranks may take to find each other."""
+    heartbeat_seconds: float = 10.0
+    """A rank or host without a sign of life for so long ends the run."""
+    hang_timeout_seconds: float | None = None
+    """So long without any progress is a hang; by default 10 median steps, at least 120 s."""
+    exit_signal: Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"] | None = None
+    """One more signal that saves and stops; SIGTERM, SIGINT and SIGUSR1 always do."""
     log_dir: str | None = None
     """A file for every rank's output."""
 
     def problems(self) -> Iterator[str]:
         """What is out of range; --nproc is looked at with the environment, in core/launch."""
-        for name in ("distributed_timeout_minutes", "rendezvous_timeout_seconds"):
-            if getattr(self, name) <= 0:
-                yield f"--{name.replace('_', '-')} {getattr(self, name):g} must be above 0"
+        for name in (
+            "distributed_timeout_minutes",
+            "rendezvous_timeout_seconds",
+            "heartbeat_seconds",
+            "hang_timeout_seconds",
+        ):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                yield f"--{name.replace('_', '-')} {value:g} must be above 0"

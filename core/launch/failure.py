@@ -18,11 +18,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
 from core.launch.place import LaunchError
+from core.launch.status import Status
 
 # Seconds a rank that lost a connection waits to hear who is to blame.
 BLAME_WAIT = 3.0
@@ -110,6 +112,7 @@ class Reporter:
     announce      tells the other ranks, through the store, once there is one; False if it is
                   no news
     step          set by the training loop, for the record
+    status_dir    gets a status.json that says so when this rank fails
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class Reporter:
         self.alone = alone
         self.announce: Callable[[Failure], bool] | None = None
         self.step: int | None = None
+        self.status_dir: str | Path | None = None
         self._leaving = threading.Lock()  # the first thread that ends this process keeps it
 
     def install(self) -> None:
@@ -169,6 +173,10 @@ class Reporter:
         error.mine = error.mine and (self.announce is None or self.announce(refusal))
         refuse(error)
 
+    @property
+    def is_leaving(self) -> bool:
+        return self._leaving.locked()
+
     def yield_to(self, first: Failure) -> None:
         """Ends this process with one line, since another one is the cause."""
         self._leaving.acquire()
@@ -185,6 +193,10 @@ class Reporter:
                 failure.write(folder)
             except OSError as error:
                 print(f"the failure could not be recorded: {error}", file=sys.stderr)
+        if self.status_dir is not None and not failure.victim:
+            with suppress(OSError):
+                facts = {"reason": failure.headline, "step": failure.step}
+                Status.here("failed", os.environ, **facts).write(self.status_dir)
 
     def let_the_cause_speak(self) -> None:
         """Gives the rank that is to blame, or the parent that saw it die, time to say so.

@@ -1,4 +1,4 @@
-"""Asked to stop: signals set a flag, the training loop polls it. No torch needed.
+"""Asked to stop: signals and the job's time limit set a flag, the loops poll it. No torch needed.
 
 SLURM sends TERM at a time limit, on scancel and on requeue, and USR1 (--signal=USR1@300) before
 that; Ctrl-C is INT. Any one rank's flag is enough: core.train puts it into a collective that
@@ -7,24 +7,50 @@ happens anyway, so that all ranks stop after the same step. A second Ctrl-C is i
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import signal
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
+
+from core.launch.slurm import parse_time_left
 
 # A terminal sends INT to the --nproc parent and to its ranks, and the parent passes it on: what
 # comes within this many seconds is one and the same key press.
 SAME_PRESS = 1.0
+# Seconds from TERM to KILL by SLURM (KillWait) and torchrun, unless told otherwise, and how long
+# before that a rank that is not done says where it is and leaves.
+KILL_WAIT, SPARE = 30.0, 5.0
+# Stop when the job's end is nearer than this and twice the longest step, saves included.
+END_MARGIN = 15.0
 
 
 class StopSignal:
-    """`requested` is the first signal's name once one has come, else None."""
+    """`requested` is the first reason to stop once there is one, else None.
 
-    def __init__(self, names: Iterable[str] = ("SIGTERM", "SIGUSR1", "SIGINT")) -> None:
+    names   signals that ask for a stop
+    end     time.time() at which the job ends whatever happens, or None
+    grace   seconds after TERM at which this process gives up, or None for never
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str] = ("SIGTERM", "SIGUSR1", "SIGINT"),
+        *,
+        end: float | None = None,
+        grace: float | None = None,
+        give_up: Callable[[int], None] = os._exit,
+    ) -> None:
         self.requested: str | None = None
         self.since: float | None = None  # time.monotonic() of the request
+        self.end, self.grace, self._give_up = end, grace, give_up
         self._numbers = [signal.Signals[name] for name in dict.fromkeys(names)]
         self._before: dict[int, object] = {}
+        self._timer: threading.Timer | None = None
 
     def install(self) -> StopSignal:
         """Starts to listen; in the main thread only."""
@@ -33,21 +59,63 @@ class StopSignal:
         return self
 
     def remove(self) -> None:
-        """Puts the handlers back that were there before."""
+        """Puts the handlers back that were there before, and stays alive."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+        if self._timer:
+            self._timer.cancel()
+
+    def poll(self, longest_step: float = 0.0) -> str | None:
+        """The reason to stop, if there is one. `longest_step` in seconds, saves included."""
+        if self.end is not None and time.time() + END_MARGIN + 2 * longest_step > self.end:
+            self.request("the job's time limit is near")
+        return self.requested
 
     def request(self, reason: str) -> None:
-        """Asks for a stop from inside, e.g. because the time limit is near."""
         if self.requested is None:
             self.requested, self.since = reason, time.monotonic()
-
-    def __bool__(self) -> bool:
-        return self.requested is not None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         again = self.since is not None and time.monotonic() - self.since > SAME_PRESS
         if number == signal.SIGINT and again:
             raise KeyboardInterrupt
+        if number == signal.SIGTERM and self.grace is not None and self._timer is None:
+            self._timer = threading.Timer(self.grace, self._leave_by_force)
+            self._timer.daemon = True
+            self._timer.start()
         self.request(signal.Signals(number).name)
+
+    def _leave_by_force(self) -> None:
+        print(
+            f"not done {self.grace:g} s after SIGTERM, and KILL is near; every thread is here:",
+            file=sys.stderr,
+            flush=True,
+        )
+        faulthandler.dump_traceback(file=sys.__stderr__)
+        self._give_up(1)
+
+
+def grace_after_term(environ: Mapping[str, str]) -> float | None:
+    """How long this process may take after TERM before its launcher kills it; None: for ever."""
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return float(environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", KILL_WAIT)) - SPARE
+    return KILL_WAIT - SPARE if "SLURM_JOB_ID" in environ else None
+
+
+def job_end(environ: Mapping[str, str], rank: int) -> float | None:
+    """time.time() at which SLURM ends this job, or None.
+
+    Newer SLURM says so in the environment; for older ones rank 0 asks squeue, which may be absent.
+    """
+    if (end := environ.get("SLURM_JOB_END_TIME", "")).isdecimal():
+        return float(end)
+    if rank != 0 or "SLURM_JOB_ID" not in environ:
+        return None
+    command = ["squeue", "--noheader", "--jobs", environ["SLURM_JOB_ID"], "--format", "%L"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    left = parse_time_left(answer.stdout.strip())
+    return None if left is None else time.time() + left

@@ -63,3 +63,16 @@ def default_port(job: int, step: int) -> int:
     (25172, 25173)
     """
     return 20000 + (job * 31 + step) % 10000
+
+
+def parse_time_left(text: str) -> float | None:
+    """Seconds in SLURM's [days-]hours:minutes:seconds; None for UNLIMITED, INVALID and the like.
+
+    >>> parse_time_left("1-02:03:04"), parse_time_left("59:30"), parse_time_left("UNLIMITED")
+    (93784.0, 3570.0, None)
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if not match:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -4,7 +4,8 @@ The listener waits, on a store connection of its own, for the one key that ends 
 the first `Failure`. Whoever fails writes it with compare-and-set, so all ranks leave within
 milliseconds and agree on whom to name.
 
-The pulse counts up this rank's entry in the store; on rank 0 it looks for hosts whose entries all
+The pulse counts up this rank's entry in the store and answers when rank 0 asks where this rank is
+(core/launch/hang.py); on rank 0 it asks when nothing moves, and looks for hosts whose entries all
 stand still, because the machine or the network is gone.
 
 The look-out never touches the store, whose calls do not return when its owner is frozen. It sees
@@ -17,23 +18,28 @@ Works on a torch store handed in by core/launch/world.py, which owns one Watch; 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from core.launch.failure import Failure, Reporter
+from core.launch.hang import Progress, all_stacks, judge
 
 BEAT = 1.0
 BEATS_A_SECOND = 2000  # of all ranks together, for the store's sake
 SILENCE = 10.0  # seconds without a sign of life
 LONE_SILENCE = 60.0  # the same for the only rank of a host, which may just be busy
+ANSWER_WAIT = 3.0  # for all ranks to say where they are
 LINGER = 1.0  # how long a failed owner of the store waits for the others to have read why
 DONE = b"done"
 FOREVER = timedelta(days=30)
@@ -90,11 +96,14 @@ class Watch:
         prefix: str,
         circle: Circle,
         reporter: Reporter,
+        progress: Progress,
         *,
         silence: float = SILENCE,
     ) -> None:
         self._store, self._prefix = store.clone(), prefix
         self._circle, self._reporter, self._silence = circle, reporter, silence
+        self._progress = progress
+        self._question, self._asked = 0, time.monotonic()
         self._owns_store = circle.owner == circle.me
         self._over = threading.Event()
         self._answered = time.monotonic()  # when the store last answered the pulse
@@ -159,7 +168,7 @@ class Watch:
             self._over.set()
             return
         first, me = Failure.from_json(end), self._circle.me
-        if (first.rank, first.pid) == (me.rank, me.pid):
+        if (first.rank, first.pid) == (me.rank, me.pid) and self._reporter.is_leaving:
             return  # my own failure, and I am on my way out
         self._put_down(first)
         store.add(self._key("gone"), 1)
@@ -192,8 +201,10 @@ class Watch:
             try:
                 store.add(self._key(f"beat/{self._circle.me.rank}"), 1)
                 self._answered = time.monotonic()
+                self._answer(store)
                 if self._circle.everyone:
                     self._check_hosts(store, seen)
+                    self._check_hang(store)
             except RuntimeError:
                 self._store_is_gone("closed its connections")
                 return
@@ -214,6 +225,37 @@ class Watch:
             limit = self._silence if len(there) > 1 else max(LONE_SILENCE, self._silence)
             if all(now - seen[process.rank][1] > limit for process in there):
                 self._declare(there[0], f"no sign of life from its host for {limit:g} s")
+
+    def _answer(self, store: Any) -> None:
+        """Tells rank 0, when it has asked, where this rank is; all stacks go to a file."""
+        question = store.add(self._key("question"), 0)
+        still = self._progress.still()
+        if question <= self._question:
+            return
+        self._question, rank = question, self._circle.me.rank
+        answer = {**self._progress.answer(), "still": still}
+        store.set(self._key(f"answer/{question}/{rank}"), json.dumps(answer))
+        for folder in self._reporter.folders:
+            with suppress(OSError):
+                Path(folder, f"hang.rank{rank}.txt").write_text(all_stacks())
+
+    def _check_hang(self, store: Any) -> None:
+        """On rank 0: asks everybody when nothing has moved for long, and judges the answers."""
+        limit, now = self._progress.limit(), time.monotonic()
+        if self._progress.still() < limit or now - self._asked < limit / 2:
+            return
+        self._asked, question = now, store.add(self._key("question"), 1)
+        self._answer(store)
+        keys = {r: self._key(f"answer/{question}/{r}") for r in range(self._circle.size)}
+        deadline = now + ANSWER_WAIT
+        while not store.check(list(keys.values())) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        answers = {r: json.loads(store.get(key)) for r, key in keys.items() if store.check([key])}
+        verdict = judge(answers, self._circle.size, limit)
+        if verdict is None or self._over.is_set():
+            return
+        culprit = self._circle.everyone[verdict.culprit]
+        self._declare(culprit, verdict.cause, verdict.report, verdict.step)
 
     # ---- the look-out -----------------------------------------------------------------------
 
@@ -242,10 +284,15 @@ class Watch:
             self._declare(neighbour, cause)
         return since
 
-    def _declare(self, culprit: Process, cause: str) -> None:
+    def _declare(
+        self, culprit: Process, cause: str, report: str = "", step: int | None = None
+    ) -> None:
         """Names another rank as the cause and ends this one."""
-        failure = Failure(culprit.rank, cause, host=culprit.host, pid=culprit.pid)
+        who = {"host": culprit.host, "pid": culprit.pid, "step": step}
+        failure = Failure(culprit.rank, cause, **who, traceback=report)
         self._reporter.record(failure)
+        if report and not self._reporter.parent_tells:
+            print(failure, file=sys.stderr, flush=True)
         if culprit != self._circle.owner:  # with whom the store is gone, or hangs
             self.announce(failure)
         self._put_down(failure)

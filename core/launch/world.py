@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core.launch.failure import Failure, Reporter, leave
+from core.launch.hang import Progress
 from core.launch.here import reporter_for
 from core.launch.place import LaunchError, Place
 from core.launch.rendezvous import circle_of, connect, meet
-from core.launch.signals import StopSignal
+from core.launch.signals import StopSignal, grace_after_term, job_end
+from core.launch.status import Status
 from core.launch.supervise import GOOD_EXITS
 from core.launch.tee import tee_output
 from core.launch.watch import Watch
@@ -41,6 +43,9 @@ class Settings(Protocol):
     distributed_backend: str | None
     distributed_timeout_minutes: float
     rendezvous_timeout_seconds: float
+    heartbeat_seconds: float
+    hang_timeout_seconds: float | None
+    exit_signal: str | None
     log_dir: str | None
 
 
@@ -64,15 +69,27 @@ class World:
     group: Group = field(repr=False, compare=False)
     reporter: Reporter = field(repr=False, compare=False)
     signals: StopSignal = field(repr=False, compare=False)
+    progress: Progress = field(repr=False, compare=False)
     watch: Watch | None = field(default=None, repr=False, compare=False)
 
     def stop_requested(self) -> str | None:
-        """Why this rank was asked to stop (a signal's name), or None. Any one rank is enough."""
-        return self.signals.requested
+        """Why this rank should stop: a signal's name, the time limit; or None. One is enough."""
+        return self.signals.poll(self.progress.longest)
 
     def at_step(self, step: int) -> None:
-        """Tells failure records which step this rank is in."""
+        """Says that `step` begins, for failure records, the time limit and the hang watch."""
         self.reporter.step = step
+        self.progress.begin_step(step)
+
+    def knows_groups(self, members: Mapping[str, Sequence[int]]) -> None:
+        """Says which ranks my groups hold, by ledger name: a hang report compares their calls."""
+        self.progress.members = {**self.progress.members, **members}
+
+    def report(self, outcome: str, reason: str = "") -> None:
+        """Writes status.json, on rank 0: "complete", or "stopped" when all is saved."""
+        if self.rank == 0 and self.reporter.status_dir is not None:
+            facts = {"reason": reason, "step": self.reporter.step, "ranks": self.size}
+            Status.here(outcome, os.environ, **facts).write(self.reporter.status_dir)
 
 
 def start(place: Place, settings: Settings, fingerprint: Mapping[str, str] | None = None) -> World:
@@ -83,25 +100,29 @@ def start(place: Place, settings: Settings, fingerprint: Mapping[str, str] | Non
     arrive, ranks that were started differently, two ranks on one GPU, a port that is in use, a
     host that does not resolve or a log directory that cannot be written.
     """
-    from core.comm import Group
+    from core.comm import Group, Ledger
 
     backend, device = _device(settings.distributed_backend, place)
     reporter = reporter_for(place, *_prepare_logs(place, settings.log_dir))
     reporter.install()
     where = (place.rank, place.size, place.local_rank, place.local_size, device, place.rule)
-    signals = StopSignal()
+    signals, ledger = _stop_signal(place, settings.exit_signal), Ledger()
+    minutes = settings.distributed_timeout_minutes
+    progress = Progress(ledger, settings.hang_timeout_seconds, 60 * minutes)
     if place.size == 1:
-        return World(*where, "none", Group.single("world"), reporter, signals)
+        return World(*where, "none", Group.single("world", ledger), reporter, signals, progress)
+    progress.members = {"world": range(place.size)}
     seconds = settings.rendezvous_timeout_seconds
     store, served_here = connect(place, seconds)
     prefix = f"launch/{place.run}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     processes = meet(store, prefix, place, _identity(device), fingerprint or {}, seconds)
     circle = circle_of(store, prefix, place, processes, served_here)
-    watch = Watch(store, prefix, circle, reporter).start()
-    minutes = settings.distributed_timeout_minutes
-    group = _start_torch(place, store, f"{prefix}/group", backend, device, minutes)
+    silence = settings.heartbeat_seconds
+    watch = Watch(store, prefix, circle, reporter, progress, silence=silence).start()
+    handle = _start_torch(place, store, f"{prefix}/group", backend, device, minutes)
     reporter.install()  # once more: torch has put a hook of its own in front
-    return World(*where, backend, group, reporter, signals, watch)
+    group = Group("world", tuple(range(place.size)), place.rank, ledger, handle)
+    return World(*where, backend, group, reporter, signals, progress, watch)
 
 
 def stop(world: World, *, seconds: float = 60.0) -> None:
@@ -124,15 +145,22 @@ def stop(world: World, *, seconds: float = 60.0) -> None:
 
 @contextmanager
 def launch(
-    place: Place, settings: Settings, fingerprint: Mapping[str, str] | None = None
+    place: Place,
+    settings: Settings,
+    fingerprint: Mapping[str, str] | None = None,
+    status_dir: str | Path | None = None,
 ) -> Iterator[World]:
     """`start`, signals turned into `world.stop_requested()`, then `stop`.
 
+    `status_dir`, where the checkpoints go, gets a status.json: running, then what the body reports
+    with `world.report`, or failed.
     The end is in good order if the body returns or exits with 0 or 85. What it raises is not
     cleaned up after: it goes to the reporter, which ends the process.
     """
     world = start(place, settings, fingerprint)
     world.signals.install()
+    world.reporter.status_dir = status_dir
+    world.report("running")
     try:
         yield world
     except SystemExit as error:
@@ -164,6 +192,12 @@ def _prepare_logs(place: Place, log_dir: str | None) -> list[str]:
     except OSError as error:
         raise LaunchError(f"--log-dir {log_dir} cannot be written: {error.strerror}") from None
     return [log_dir]
+
+
+def _stop_signal(place: Place, more: str | None) -> StopSignal:
+    names = ["SIGTERM", "SIGUSR1", "SIGINT", *([more] if more else [])]
+    end, grace = job_end(os.environ, place.rank), grace_after_term(os.environ)
+    return StopSignal(names, end=end, grace=grace, give_up=leave)
 
 
 # ---- devices --------------------------------------------------------------------------------
@@ -201,11 +235,10 @@ def _identity(device: str) -> str:
 
 def _start_torch(
     place: Place, store: Any, prefix: str, backend: str, device: str, timeout_minutes: float
-) -> Group:
+) -> Any:
+    """The default process group."""
     import torch
     import torch.distributed as dist
-
-    from core.comm import Group, Ledger
 
     if backend == "gloo" and place.local_size == place.size:
         # All on one machine: its own name may resolve to nothing, or to an address behind a VPN.
@@ -218,7 +251,7 @@ def _start_torch(
         timeout=timedelta(minutes=timeout_minutes),
         device_id=None if device == "cpu" else torch.device(device),
     )
-    return Group("world", tuple(range(place.size)), place.rank, Ledger(), dist.group.WORLD)
+    return dist.group.WORLD
 
 
 def _loopback() -> str:

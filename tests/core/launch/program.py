@@ -30,6 +30,8 @@ def misbehave(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "sleep":
+        time.sleep(1000)
 
 
 def run_light(place, args) -> int:
@@ -43,8 +45,13 @@ def run_light(place, args) -> int:
 
 
 def run(place, args) -> int:
-    settings = LaunchConfig(rendezvous_timeout_seconds=args.rendezvous, log_dir=args.log_dir)
-    with launch(place, settings, {"--steps": str(args.steps)}) as world:
+    settings = LaunchConfig(
+        rendezvous_timeout_seconds=args.rendezvous,
+        log_dir=args.log_dir,
+        hang_timeout_seconds=args.hang,
+        exit_signal="SIGUSR2",
+    )
+    with launch(place, settings, {"--steps": str(args.steps)}, args.log_dir) as world:
         import torch
 
         from core.comm import all_reduce_
@@ -58,9 +65,11 @@ def run(place, args) -> int:
             stop = torch.tensor([float(world.stop_requested() is not None)])
             if all_reduce_(stop, world.group, op="max", tag="stop").item():
                 print(f"rank {world.rank} stopped at {step} ({world.stop_requested()})", flush=True)
+                world.report("stopped", world.stop_requested() or "another rank")
                 return STOPPED
             time.sleep(0.02)
         print(f"rank {world.rank} of {world.size} on {world.device}: {world.rule}", flush=True)
+        world.report("complete")
     return args.code
 
 
@@ -73,6 +82,7 @@ def main() -> int:
     parser.add_argument("--how", default="")
     parser.add_argument("--code", type=int, default=0)
     parser.add_argument("--rendezvous", type=float, default=60)
+    parser.add_argument("--hang", type=float)
     parser.add_argument("--log-dir")
     parser.add_argument("--ready")
     args = parser.parse_args()

@@ -11,8 +11,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from core.comm.ledger import Ledger
 from core.launch import watch
 from core.launch.failure import Failure, Reporter
+from core.launch.hang import Progress
 from core.launch.watch import Circle, Process, Watch
 
 
@@ -45,7 +47,8 @@ def watching(monkeypatch, store):
 
     def start(circle: Circle, at=store) -> tuple[Watch, Heard]:
         reporter = Heard(circle.me.rank)
-        started.append(Watch(at, "w", circle, reporter, silence=0.3).start())
+        progress = Progress(Ledger(), 60.0, 600.0)
+        started.append(Watch(at, "w", circle, reporter, progress, silence=0.3).start())
         return started[-1], reporter
 
     monkeypatch.setattr(watch, "BEAT", 0.02)
@@ -93,12 +96,19 @@ def test_the_first_failure_reaches_all_and_the_second_is_no_news(watching, store
     processes = [here(rank, pid=1000 + rank) for rank in range(3)]
     all_of_them = [watching(Circle(me, None, None, (), 3)) for me in processes]
     first = Failure(1, "ValueError: planted", pid=1001)
+    all_of_them[1][1]._leaving.acquire()
     assert all_of_them[1][0].announce(first)
     assert not all_of_them[2][0].announce(Failure(2, "later", pid=1002))
     for rank in (0, 2):
         assert all_of_them[rank][1].event.wait(5)
         assert all_of_them[rank][1].said[0].cause == "ValueError: planted"
     assert all_of_them[1][1].said == []  # the culprit is on its way out by itself
+
+
+def test_a_rank_that_others_found_hanging_ends_too(watching, store) -> None:
+    _, reporter = watching(Circle(here(1), None, None, (), 2))
+    store.compare_set("w/end", "", Failure(1, "hung", pid=os.getpid()).to_json())
+    assert reporter.event.wait(5)
 
 
 def test_a_stopped_neighbour_is_named_and_killed(watching, sleeper) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from core.launch.failure import read_failures
+from core.launch.status import read_status
 from tests.core.launch.test_supervise import PROGRAM, clean_environ, start
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -45,6 +46,8 @@ def test_ranks_of_nproc_meet_work_and_leave(tmp_path) -> None:
     assert out == "rank 0 of 2 on cpu: --nproc 2\n"
     assert err == "[rank 1] rank 1 of 2 on cpu: --nproc 2\n"  # and no warning of any kind
     assert (tmp_path / "rank_0001.log").read_text() == "rank 1 of 2 on cpu: --nproc 2\n"
+    status = read_status(tmp_path)
+    assert (status.outcome, status.step, status.ranks) == ("complete", 4, 2)
 
 
 def test_torchrun_gets_the_traceback_of_the_right_rank() -> None:
@@ -79,6 +82,19 @@ def test_a_stopped_rank_is_found_by_its_neighbour() -> None:
     assert code == 137
     assert re.match(r"rank 0 \(.+\) failed: stopped \(SIGSTOP\), no sign of life", last_line(err))
     assert time.monotonic() - begun < 30  # of which 10 to 12 are silence
+
+
+def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path) -> None:
+    """C090: one rank stalls and the rest hold the machines for hours."""
+    options = ["--culprit", "1", "--how", "sleep", "--hang", "3", "--log-dir", str(tmp_path)]
+    begun = time.monotonic()
+    code, _, err = run("--nproc", "2", "--steps", "3000", *options)
+    assert code == 1
+    assert time.monotonic() - begun < 40
+    assert re.match(r"rank 1 \(.+, step 2\) failed: hung: no progress for 3 s", last_line(err))
+    assert "world call 3: rank 0 all_reduce stop float32 x 1; rank 1 has not entered it" in err
+    assert "time.sleep(1000)" in (tmp_path / "hang.rank1.txt").read_text()
+    assert read_status(tmp_path).outcome == "failed"
 
 
 def test_bad_input_found_by_one_rank_is_said_once() -> None:

@@ -1,0 +1,202 @@
+"""Hung, not dead: is the run still moving, and if not, who holds it up?
+
+Every rank keeps a `Progress`. When rank 0 has seen neither a step nor a collective for too long, it
+asks all ranks where they are (core/launch/watch.py carries question and answers) and `judge`s the
+answers: nobody is to be blamed while some rank reads data or writes a checkpoint. Otherwise the
+culprit is, in this order: a rank that does not answer; one that is not in a collective while others
+wait in one; the one that is furthest behind.
+
+Pure but for looking at this process's own stacks.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# Without a limit given: so many median steps, but at least so many seconds; and always before the
+# collectives themselves time out, which names nobody.
+MEDIANS, AT_LEAST, BEFORE_TIMEOUT = 10, 120.0, 0.9
+KNOWN_STEPS = 3
+WAITING, BUSY = ("core.comm",), ("core.checkpoint", "data")
+ONE_SIDED = ("send", "recv")  # calls that the ranks of a group do not all make
+EVENTS = 50  # of the ledger, that a rank answers with
+FRAMES = 6  # of the main thread, that an answer and a report show
+
+
+class Progress:
+    """Steps and collectives of this rank, and since when there has been no new one."""
+
+    def __init__(self, ledger: Any, hang_seconds: float | None, timeout_seconds: float) -> None:
+        self._ledger = ledger
+        self._given, self._timeout = hang_seconds, timeout_seconds
+        self._gaps: deque[float] = deque(maxlen=100)
+        self._step_began: float | None = None
+        self._seen = (None, -1)
+        self._since = time.monotonic()
+        self._main = threading.main_thread().ident
+        self.step: int | None = None
+        self.longest = 0.0  # seconds from one step to the next, evaluation and saves included
+        self.members: Mapping[str, Sequence[int]] = {}
+
+    def begin_step(self, step: int) -> None:
+        now = time.monotonic()
+        if self._step_began is not None:
+            self._gaps.append(now - self._step_began)
+            self.longest = max(self.longest, self._gaps[-1])
+        self.step, self._step_began = step, now
+
+    def limit(self) -> float:
+        """Seconds without any progress that make a hang."""
+        if self._given is not None:
+            return self._given
+        before_timeout = BEFORE_TIMEOUT * self._timeout
+        if len(self._gaps) < KNOWN_STEPS:
+            return before_timeout
+        return min(before_timeout, max(AT_LEAST, MEDIANS * statistics.median(self._gaps)))
+
+    def still(self) -> float:
+        """Seconds since the last sign of progress; to be asked regularly."""
+        now, seen = time.monotonic(), (self.step, self._ledger.count)
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        return now - self._since
+
+    def answer(self) -> dict:
+        """Where this rank is, for rank 0 to judge."""
+        stack = traceback.StackSummary.extract(traceback.walk_stack(self._main_frame()))
+        modules = [frame.f_globals.get("__name__", "") for frame in self._frames()]
+        return {
+            "step": self.step,
+            "count": self._ledger.count,
+            "still": self.still(),
+            "waiting": _any_in(modules, WAITING),
+            "busy": _any_in(modules, BUSY),
+            "stack": "".join(traceback.format_list(list(reversed(stack[:FRAMES])))),
+            "events": self._numbered_events(),
+        }
+
+    def _main_frame(self) -> Any:
+        return sys._current_frames().get(self._main)
+
+    def _frames(self) -> Iterator[Any]:
+        frame = self._main_frame()
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
+
+    def _numbered_events(self) -> list[tuple[str, list[int], int, str]]:
+        """(group, its ranks, number within the group, what) of the last events.
+
+        The number counts the group's calls from the start, so that it means the same on all ranks.
+        """
+        numbers: dict[str, int] = defaultdict(int)
+        for (group, op), total in self._ledger.grand_totals().items():
+            numbers[group] += total.calls if op not in ONE_SIDED else 0
+        kept = [event for event in self._ledger.events() if event.op not in ONE_SIDED]
+        for event in kept:
+            numbers[event.group] -= 1
+        numbered = []
+        for event in kept:
+            numbers[event.group] += 1
+            what = f"{event.op} {event.tag} {event.dtype} x {event.numel:,}"
+            ranks = list(self.members.get(event.group, ()))
+            numbered.append((event.group, ranks, numbers[event.group], what))
+        return numbered[-EVENTS:]
+
+
+def _any_in(modules: Sequence[str], packages: Sequence[str]) -> bool:
+    return any(name == p or name.startswith(p + ".") for name in modules for p in packages)
+
+
+def all_stacks() -> str:
+    """Every thread of this process, innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )
+
+
+# ---- rank 0's judgement ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who holds the run up, why we think so, and what every rank was doing."""
+
+    culprit: int
+    step: int | None
+    cause: str
+    report: str
+
+
+def judge(answers: Mapping[int, dict], size: int, limit: float) -> Verdict | None:
+    """The verdict on a run in which rank 0 sees no progress; None while there is a good reason.
+
+    `answers` may lack ranks; `limit` is rank 0's, in seconds.
+    """
+    if any(answer["busy"] or answer["still"] < limit / 2 for answer in answers.values()):
+        return None
+    silent = [rank for rank in range(size) if rank not in answers]
+    idle = [rank for rank, answer in answers.items() if not answer["waiting"]]
+    waiting = [rank for rank, answer in answers.items() if answer["waiting"]]
+
+    def progress(rank: int) -> tuple[int, int, int]:
+        return (answers[rank]["step"] or 0, answers[rank]["count"], rank)
+
+    if silent:
+        culprit, why = silent[0], "it does not even answer"
+    elif idle and waiting:
+        culprit, why = min(idle, key=progress), "the others wait for it in a collective"
+    else:
+        culprit, why = min(answers, key=progress), "it is the furthest behind"
+    cause = f"hung: no progress for {limit:g} s; {why}"
+    step = answers[culprit]["step"] if culprit in answers else None
+    return Verdict(culprit, step, cause, _report(answers, culprit))
+
+
+def _report(answers: Mapping[int, dict], culprit: int) -> str:
+    lines = [
+        f"  rank {rank}: step {answer['step']}, "
+        f"{'in' if answer['waiting'] else 'NOT in'} a collective, "
+        f"last {answer['events'][-1][3] if answer['events'] else 'nothing communicated'}"
+        for rank, answer in sorted(answers.items())
+    ]
+    lines += [f"  {line}" for line in disagreements(answers)]
+    where = answers[culprit]["stack"] if culprit in answers else ""
+    return "\n".join([*lines, *([f"rank {culprit} is here:", where.rstrip()] if where else []), ""])
+
+
+def disagreements(answers: Mapping[int, dict]) -> list[str]:
+    """For each group, the first call on which its ranks differ, or that some have not entered.
+
+    >>> a = {"events": [("tp", [0, 1], 7, "all_reduce x")]}
+    >>> b = {"events": [("tp", [0, 1], 7, "all_gather y")]}
+    >>> disagreements({0: a, 1: b})
+    ['tp call 7: rank 0 all_reduce x; rank 1 all_gather y']
+    """
+    calls: dict[tuple, dict[int, dict[int, str]]] = defaultdict(dict)
+    for rank, answer in answers.items():
+        for group, ranks, number, what in answer["events"]:
+            if ranks:
+                calls[group, tuple(ranks)].setdefault(rank, {})[number] = what
+    found = []
+    for (group, ranks), by_rank in calls.items():
+        here = [rank for rank in ranks if rank in answers]
+        first = max(min(numbers) for numbers in by_rank.values())
+        last = max(max(numbers) for numbers in by_rank.values())
+        for number in range(first, last + 1):
+            whats = {r: by_rank.get(r, {}).get(number, "has not entered it") for r in here}
+            if len(set(whats.values())) > 1:
+                told = "; ".join(f"rank {rank} {what}" for rank, what in whats.items())
+                found.append(f"{group} call {number}: {told}")
+                break
+    return found

@@ -1,0 +1,110 @@
+"""Who holds a run up: judged from what the ranks answer, and what a rank answers."""
+
+import threading
+
+import pytest
+
+from core.comm.ledger import Ledger
+from core.launch.hang import Progress, disagreements, judge
+
+
+def answer(**changed):
+    usual = {"step": 7, "count": 90, "still": 30.0, "waiting": True, "busy": False, "stack": "…"}
+    return {**usual, "events": [], **changed}
+
+
+def note(ledger: Ledger, tag: str, group: str = "tp", op: str = "all_reduce") -> None:
+    ledger.record(op=op, group=group, size=2, dtype="float32", numel=8, payload=32, tag=tag)
+
+
+@pytest.mark.parametrize(
+    ("answers", "culprit", "why"),
+    [
+        ({0: answer(), 1: answer(waiting=False), 2: answer()}, 1, "others wait for it"),
+        ({0: answer(), 2: answer()}, 1, "does not even answer"),
+        ({0: answer(), 1: answer(), 2: answer(count=88)}, 2, "furthest behind"),
+        ({0: answer(), 1: answer(step=6), 2: answer(count=88)}, 1, "furthest behind"),
+        ({0: answer(waiting=False), 1: answer(waiting=False, step=6), 2: answer()}, 1, "wait"),
+    ],
+)
+def test_the_culprit(answers, culprit, why) -> None:
+    verdict = judge(answers, 3, 20.0)
+    assert verdict.culprit == culprit and why in verdict.cause
+
+
+def test_nobody_is_to_blame_while_one_works() -> None:
+    """Ranks wait at a barrier while one builds an index or writes a checkpoint."""
+    assert judge({0: answer(), 1: answer(waiting=False, busy=True)}, 2, 20.0) is None
+    assert judge({0: answer(), 1: answer(waiting=False, still=1.0)}, 2, 20.0) is None
+
+
+def test_a_rank_looks_busy_from_its_own_stack() -> None:
+    """The module names on the main thread's stack decide."""
+    scope = {"__name__": "core.checkpoint.store"}
+    exec("def save(progress): return progress.answer()", scope)
+    progress = Progress(Ledger(), None, 600.0)
+    progress._main = threading.get_ident()
+    assert scope["save"](progress)["busy"]
+    assert not progress.answer()["busy"]
+
+
+def test_the_first_call_on_which_ranks_differ() -> None:
+    mine, other, ahead = Ledger(), Ledger(), Ledger()
+    for tag in ("a", "b", "c"):
+        note(mine, tag)
+        note(other, "x" if tag == "b" else tag)
+        note(ahead, tag)
+    note(ahead, "d")
+    answers = {}
+    for rank, ledger in enumerate((mine, other, ahead)):
+        progress = Progress(ledger, None, 600.0)
+        progress.members = {"tp": [0, 1] if rank < 2 else [2, 3]}
+        answers[rank] = progress.answer()
+    assert disagreements(answers) == [
+        "tp call 2: rank 0 all_reduce b float32 x 8; rank 1 all_reduce x float32 x 8"
+    ]
+
+
+def test_calls_are_numbered_from_the_start_whatever_the_ledger_still_holds() -> None:
+    """A ledger drops old steps, and one-sided transfers are not in step on all ranks."""
+    ledger = Ledger(keep_steps=1)
+    for step in range(3):
+        ledger.begin_step(step)
+        note(ledger, f"s{step}")
+        for _ in range(step):
+            note(ledger, "F", op="send")
+    progress = Progress(ledger, None, 600.0)
+    assert [(number, what.split()[1]) for _, _, number, what in progress.answer()["events"]] == [
+        (3, "s2")
+    ]
+
+
+def test_the_limit_follows_the_steps_and_stays_below_the_collectives_timeout(monkeypatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("core.launch.hang.time.monotonic", lambda: now[0])
+    progress = Progress(Ledger(), None, 600.0)
+    assert progress.limit() == 540.0
+    for step in range(5):
+        progress.begin_step(step)
+        now[0] += 1.0
+    assert progress.limit() == 120.0
+    for step in range(20):
+        progress.begin_step(step)
+        now[0] += 30.0
+    assert progress.limit() == 300.0 and progress.longest == 30.0
+    assert Progress(Ledger(), 5.0, 600.0).limit() == 5.0
+
+
+def test_progress_is_a_step_or_a_collective(monkeypatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("core.launch.hang.time.monotonic", lambda: now[0])
+    ledger = Ledger()
+    progress = Progress(ledger, None, 600.0)
+    progress.still()
+    now[0] = 9.0
+    assert progress.still() == 9.0
+    note(ledger, "a")
+    assert progress.still() == 0.0
+    now[0] = 11.0
+    progress.begin_step(1)
+    assert progress.still() == 0.0

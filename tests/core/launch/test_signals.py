@@ -1,0 +1,103 @@
+"""Asked to stop: by a signal, by the clock, and what happens to a rank that does not."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from core.launch.signals import StopSignal, grace_after_term, job_end
+from core.launch.status import Status, read_status
+from tests.core.launch.test_supervise import clean_environ
+
+
+@pytest.fixture
+def stop():
+    listening = StopSignal().install()
+    yield listening
+    listening.remove()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_the_first_signal_is_a_flag(stop, name) -> None:
+    assert stop.poll() is None
+    os.kill(os.getpid(), getattr(signal, name))
+    assert stop.poll() == name
+
+
+def test_ctrl_c_twice_is_immediate_but_one_press_heard_twice_is_not(stop) -> None:
+    """A terminal and the --nproc parent both pass one key press on."""
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stop.poll() == "SIGINT"
+    stop.since -= 2.0
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+
+def test_handlers_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    StopSignal().install().remove()
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_the_time_limit_leaves_room_for_two_longest_steps() -> None:
+    stop = StopSignal(end=time.time() + 100)
+    assert stop.poll(longest_step=40.0) is None
+    assert stop.poll(longest_step=45.0) == "the job's time limit is near"
+
+
+def test_a_rank_that_is_not_done_in_time_says_where_it_is() -> None:
+    code = (
+        "import os, signal, time\n"
+        "from core.launch.signals import StopSignal\n"
+        "StopSignal(grace=0.2).install()\n"
+        "def deep_in_a_save():\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(60)\n"
+        "deep_in_a_save()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean_environ(), capture_output=True, text=True,
+        timeout=30,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "not done 0.2 s after SIGTERM" in done.stderr and "deep_in_a_save" in done.stderr
+
+
+def test_grace_is_what_the_launcher_grants() -> None:
+    assert grace_after_term({}) is None
+    assert grace_after_term({"SLURM_JOB_ID": "1"}) == 25.0
+    torchrun = {"SLURM_JOB_ID": "1", "TORCHELASTIC_RUN_ID": "r"}
+    assert grace_after_term(torchrun) == 25.0
+    assert grace_after_term({**torchrun, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}) == 295.0
+
+
+def test_the_end_of_a_job(tmp_path) -> None:
+    assert job_end({}, 0) is None
+    assert job_end({"SLURM_JOB_END_TIME": "1800000000"}, 3) == 1.8e9
+    assert job_end({"SLURM_JOB_ID": "7"}, 1) is None  # rank 0 asks for all
+
+
+def test_an_older_slurm_is_asked(tmp_path, monkeypatch) -> None:
+    squeue = tmp_path / "squeue"
+    squeue.write_text('#!/bin/sh\n[ "$3" = 7 ] && echo 1:00:00\n')
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert abs(job_end({"SLURM_JOB_ID": "7"}, 0) - time.time() - 3600) < 30
+    squeue.write_text("#!/bin/sh\necho UNLIMITED\n")
+    assert job_end({"SLURM_JOB_ID": "7"}, 0) is None
+
+
+def test_a_status_is_whole_or_not_there(tmp_path) -> None:
+    assert read_status(tmp_path) is None
+    environ = {"SLURM_JOB_ID": "812", "SLURM_RESTART_COUNT": "2"}
+    status = Status.here("stopped", environ, reason="SIGUSR1", step=40, ranks=8)
+    status.write(tmp_path / "new")
+    assert read_status(tmp_path / "new") == status
+    assert (status.job, status.restart) == ("812", 2)
+    (tmp_path / "new" / "status.json").write_text('{"outcome"')
+    assert read_status(tmp_path / "new") is None
