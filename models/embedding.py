@@ -6,7 +6,6 @@ is then scattered along the sequence). Used by models.gpt and models.bert.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -99,8 +98,8 @@ class Embedding(nn.Module):
         if self.token_type is not None and token_types is not None:
             x = x + self.token_type(self.mine(token_types))
         if self.dropout > 0 and context.dropout is not None:
-            zero = torch.zeros((), dtype=x.dtype, device=x.device)
+            nothing = x.new_zeros(()).expand_as(x)
             x = dropout_add(
-                x, None, zero, p=self.dropout, layer=-1, place="embedding", context=context
+                x, None, nothing, p=self.dropout, layer=-1, place="embedding", context=context
             )
         return x

@@ -23,9 +23,19 @@ from torch import Tensor, nn
 from core.random import DropoutKeys
 from core.shard import Shard
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from kernels.bias_gelu import bias_gelu
+from kernels.dropout_add import bias_dropout_add
+from kernels.layer_norm import layer_norm
+from kernels.masked_softmax import scaled_masked_softmax
+from kernels.rms_norm import rms_norm
+from kernels.rotary import rotary
+from kernels.swiglu import swiglu
 
 if TYPE_CHECKING:
     from models.config import GPTConfig
+
+
+Activation = Callable[[Tensor, Tensor | None], Tensor]  # of the linear's output and its bias
 
 
 @dataclass(frozen=True)
@@ -102,8 +112,8 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "LayerNorm":
-            return F.layer_norm(x, (self.width,), self.weight, self.bias, self.eps)
-        return F.rms_norm(x, (self.width,), self.weight, self.eps)
+            return layer_norm(x, self.weight, self.bias, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.kind}({self.width}, eps={self.eps})"
@@ -163,26 +173,12 @@ class Rotary:
         self.frequency = inverse_frequencies(self.width, base, scaling) / interpolation
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions [s, b] -> cos, sin [s, b, 1, w], computed in float64 and rounded once."""
+        """positions [s, b] -> cos, sin [s, b, w/2], computed in float64 and rounded once."""
         angle = positions.to(torch.float64).unsqueeze(-1) * self.frequency.to(positions.device)
-        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)  # [s, b, w/2]
-        if self.interleaved:
-            cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
-        else:
-            cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-        return cos.unsqueeze(-2), sin.unsqueeze(-2)
+        return angle.cos().to(dtype), angle.sin().to(dtype)
 
     def __call__(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        cos, sin = tables
-        turning, rest = x[..., : self.width], x[..., self.width :]
-        if self.interleaved:
-            pairs = turning.unflatten(-1, (-1, 2))
-            turned = torch.stack((-pairs[..., 1], pairs[..., 0]), dim=-1).flatten(-2)
-        else:
-            first, second = turning.chunk(2, dim=-1)
-            turned = torch.cat((-second, first), dim=-1)
-        out = turning * cos + turned * sin
-        return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
+        return rotary(x, *tables, interleaved=self.interleaved)
 
 
 def rotary_of(config: GPTConfig) -> Rotary | None:
@@ -298,16 +294,12 @@ class Attention(nn.Module):
         b, heads, s, d = q.shape
         if self.groups != heads:
             k, v = (y.repeat_interleave(heads // self.groups, dim=1) for y in (k, v))
-        scores = (q @ k.transpose(2, 3)) * (1 / math.sqrt(d))  # [b, a/t, s, s]
-        if context.mask is not None:
-            scores = scores.masked_fill(~context.mask, -math.inf)
-        elif self.causal:
-            future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
-            scores = scores.masked_fill(future, -math.inf)
-        dtype = scores.dtype
+        scores = q @ k.transpose(2, 3)  # [b, a/t, s, s]
+        dtype, scale = scores.dtype, 1 / math.sqrt(d)
         if self.softmax_in_fp32 and scores.element_size() < 4:
             scores = scores.float()
-        weights = scores.softmax(dim=-1).to(dtype)
+        causal = self.causal and context.mask is None
+        weights = scaled_masked_softmax(scores, context.mask, scale, causal).to(dtype)
         first = self.tp.rank * heads * s
         rows = torch.arange(first, first + heads * s, device=q.device)
         keep = context.dropout.keep(self.layer, "attention", rows, s, self.dropout)
@@ -318,24 +310,17 @@ class Attention(nn.Module):
 # ---- MLP -----------------------------------------------------------------------------------------
 
 
-def gated_silu(x: Tensor) -> Tensor:
-    """silu(first half) * second half (SwiGLU; Shazeer, 2020)."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def tanh_gelu(x: Tensor) -> Tensor:
-    """x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), GPT's form."""
-    return F.gelu(x, approximate="tanh")
-
-
-def exact_gelu(x: Tensor) -> Tensor:
+def exact_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
     """x Phi(x), BERT's form."""
-    return F.gelu(x)
+    return F.gelu(x if bias is None else x + bias)
 
 
-def squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
+def squared_relu(x: Tensor, bias: Tensor | None) -> Tensor:
+    return F.relu(x if bias is None else x + bias).square()
+
+
+def gated_silu(x: Tensor, bias: Tensor | None) -> Tensor:
+    return swiglu(x if bias is None else x + bias)
 
 
 class MLP(nn.Module):
@@ -351,7 +336,7 @@ class MLP(nn.Module):
         layer: int,
         build: Build,
         *,
-        activation: Callable[[Tensor], Tensor],
+        activation: Activation,
         std_out: float,
     ) -> None:
         super().__init__()
@@ -372,6 +357,7 @@ class MLP(nn.Module):
             2 * ffn if gated else ffn,
             gather_output=False,
             stride=2 if gated else 1,
+            skip_bias_add=build.device.type != "cpu",  # there a kernel adds it on the way
             name=f"{name}.up",
             init_std=config.init_method_std,
             **common,
@@ -388,8 +374,8 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        inner, _ = self.up(x)
-        return self.down(self.activation(inner))
+        inner, bias = self.up(x)
+        return self.down(self.activation(inner, bias))
 
 
 # ---- block ---------------------------------------------------------------------------------------
@@ -406,14 +392,11 @@ def dropout_add(
     context: Context,
 ) -> Tensor:
     """residual + dropout(x + bias), x and residual [rows, b, h]."""
-    if bias is not None:
-        x = x + bias
+    keys = None
     if p > 0 and context.dropout is not None:
-        first = context.first_row
-        rows = torch.arange(first, first + x.shape[0], device=x.device)
-        keep = context.dropout.keep(layer, place, rows, x.shape[-1], p)
-        x = x * keep * (1 / (1 - p))
-    return residual + x
+        rows = torch.arange(x.shape[0], device=x.device) + context.first_row
+        keys = context.dropout.rows(layer, place, rows)
+    return bias_dropout_add(x, bias, residual, keys, p)
 
 
 class Block(nn.Module):
@@ -431,7 +414,7 @@ class Block(nn.Module):
         *,
         norm_placement: Literal["pre", "post"] = "pre",
         causal: bool = True,
-        activation: Callable[[Tensor], Tensor] = tanh_gelu,
+        activation: Activation = bias_gelu,
         rotary: Rotary | None = None,
     ) -> None:
         super().__init__()

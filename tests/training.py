@@ -17,9 +17,11 @@ from core.grid import RankGrid
 from core.optimizer.adam import Optimizer
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.schedule import Schedule
+from core.pipeline_parallel.placement import Placement, place_layers
+from core.pipeline_parallel.schedules import row_maker
 from core.process_grid import ProcessGrid
 from core.shard import shard_of
-from core.train import Trainer, TrainState, one_rank_row
+from core.train import Trainer, TrainState
 from core.train_config import TrainConfig
 from data.batches import microbatches
 from data.mock import MockGPTDataset
@@ -53,9 +55,23 @@ WITH_DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 
 @dataclass(frozen=True)
 class Layout:
+    """dp is what the ranks leave.
+
+    chunks    stages per pipeline rank     layers    of each stage; by default an even split
+    """
+
     tp: int = 1
     sequence_parallel: bool = False
     micro_batch_size: int = 2
+    pp: int = 1
+    chunks: int = 1
+    schedule: str | None = None
+    layers: tuple[int, ...] | None = None
+
+    def placement(self, num_layers: int) -> Placement:
+        if self.layers is not None:
+            return Placement(self.layers, self.pp)
+        return place_layers(num_layers, self.pp, chunks=self.chunks)
 
 
 @dataclass
@@ -69,12 +85,14 @@ class Run:
 
 
 def make_trainer(world: Group, model: GPTConfig, layout: Layout, **optim) -> tuple[Trainer, Feed]:
-    grid = ProcessGrid.build(RankGrid.fit(world.size, tp=layout.tp), world)
+    grid = ProcessGrid.build(RankGrid.fit(world.size, tp=layout.tp, pp=layout.pp), world)
     dtype = torch.float64 if model.fp64 else torch.float32
     train = TrainConfig(micro_batch_size=layout.micro_batch_size, global_batch_size=8, seed=1)
+    placement = layout.placement(model.num_layers)
     stages = build_stages(
         model,
         grid,
+        placement=[placement.layers_of(stage) for stage in range(placement.stages)],
         micro_batch_size=layout.micro_batch_size,
         sequence_parallel=layout.sequence_parallel,
         seed=1,
@@ -84,9 +102,9 @@ def make_trainer(world: Group, model: GPTConfig, layout: Layout, **optim) -> tup
     replicas = DataParallel(stages, grid.dp_cp, grid.tp, grid.embed)
     optimizer = Optimizer(replicas, grid.tp, grid.pp, config)
     schedule = Schedule.of(config, train_samples=8000, global_batch_size=8)
-    trainer = Trainer(
-        grid, stages, replicas, optimizer, schedule, train.batch_schedule(grid.shape.dp), one_rank_row
-    )
+    sizes = train.batch_schedule(grid.shape.dp)
+    make_row = row_maker(layout.schedule, grid.pp.size, grid.pp.rank, placement.chunks)
+    trainer = Trainer(grid, stages, replicas, optimizer, schedule, sizes, make_row)
     dataset = MockGPTDataset(model.vocab_size, model.seq_length, 1)
 
     def source(consumed: int, global_batch: int):
