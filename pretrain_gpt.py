@@ -110,9 +110,11 @@ def train(config: RunConfig, model: GPTConfig, world: launch.World) -> int:
         order=parallel.order,
     )
     grid = ProcessGrid.build(shape, world.group, world.device)
+    placement = parallel.placement(model.num_layers)
     stages = build_stages(
         model,
         grid,
+        placement=[placement.layers_of(stage) for stage in range(placement.stages)],
         micro_batch_size=config.train.micro_batch_size,
         sequence_parallel=parallel.sequence_parallel,
         seed=config.train.seed,
@@ -124,7 +126,7 @@ def train(config: RunConfig, model: GPTConfig, world: launch.World) -> int:
         grid,
         Inputs(
             stages=stages,
-            feeds=feeds(config, model, grid),
+            feeds=feeds(config, model, grid, set().union(*(stage.needs for stage in stages))),
             record=to_json(config),
             model_record=model.identity(),
             flops_per_token=flops_per_token(model),
@@ -134,6 +136,7 @@ def train(config: RunConfig, model: GPTConfig, world: launch.World) -> int:
                 f"on {world.device.split(':')[0]}, backend {world.backend}",
                 f"GPT of {size:,} parameters, {model.num_layers} layers, vocabulary "
                 f"{model.vocab_size:,} padded to {model.padded_vocab_size(shape.tp):,}",
+                *(str(placement).splitlines() if shape.pp > 1 else ()),
             ],
             stop_requested=world.stop_requested,
             at_step=world.at_step,
@@ -143,15 +146,16 @@ def train(config: RunConfig, model: GPTConfig, world: launch.World) -> int:
     return launch.STOPPED if stopped is not None and not stopped.planned else 0
 
 
-def feeds(config: RunConfig, model: GPTConfig, grid):
-    """Training, validation and test samples for this rank; only tp rank 0 reads."""
+def feeds(config: RunConfig, model: GPTConfig, grid, needs: set[str]):
+    """What this rank's stages need of training, validation and test samples; tp rank 0 reads."""
     from core.feed import Feed
     from data.batches import microbatches
     from data.from_flags import gpt_sets
 
-    names = ["tokens", "labels", "position_ids", "sample"]
+    integers = [n for n in ("tokens", "labels", "position_ids", "sample") if n in needs]
+    floats = [n for n in ("loss_mask",) if n in needs]
     if config.data.reset_attention_mask:
-        names.append("document_ids")
+        integers.append("document_ids")
     sets = gpt_sets(config.data, model.seq_length, model.vocab_size, config.train.seed)
 
     def feed(dataset) -> Feed:
@@ -163,7 +167,7 @@ def feeds(config: RunConfig, model: GPTConfig, grid):
 
         reads = grid.tp.rank == 0
         return Feed(
-            source if reads else None, grid.tp, grid.device, integers=names, floats=["loss_mask"]
+            source if reads else None, grid.tp, grid.device, integers=integers, floats=floats
         )
 
     return {split: feed(dataset) for split, dataset in sets.items()}

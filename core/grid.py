@@ -1,6 +1,7 @@
 """Ranks, coordinates and groups as arithmetic: who sits where, with no process and no torch.
 
-Pure: standard library only. `core.process_grid` turns these integers into live groups.
+Pure: standard library and the pure placement of layers. `core.process_grid` turns these integers
+into live groups.
 
     >>> grid = RankGrid(tp=2, dp=2, pp=2)
     >>> grid.groups("tp")
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
+from core.pipeline_parallel.placement import Placement, place_layers
+
 AXES = ("tp", "cp", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 TP_PP_DP_ORDER = "tp-cp-ep-pp-dp"
@@ -36,10 +39,40 @@ class ParallelConfig:
     """Cut norms, dropout and residuals along the sequence over the tp ranks."""
     use_tp_pp_dp_mapping: bool = False
     """Number the ranks tp fastest, then pp, then dp, instead of tp, dp, pp."""
+    pipeline_schedule: str | None = None
+    """gpipe, 1f1b, interleaved, zb_h1 or a schedule file; by default 1f1b, or interleaved."""
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Parts of the model on each pipeline rank, which a microbatch visits in turn."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """The same, by the layers of one part."""
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers on the first pipeline rank; the others share the rest."""
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers on the last pipeline rank."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Let the embedding take the place of a layer."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Let the loss take the place of a layer."""
+    pipeline_model_parallel_layout: str | None = None
+    """What each stage holds: Et*2|tt|ttL, or layers per stage as in 2,2,2."""
 
     @property
     def order(self) -> str:
         return TP_PP_DP_ORDER if self.use_tp_pp_dp_mapping else DEFAULT_ORDER
+
+    def placement(self, num_layers: int) -> Placement:
+        """Which layers go to which stage; raises ValueError where they cannot."""
+        return place_layers(
+            num_layers,
+            self.pipeline_model_parallel_size,
+            chunks=self.num_virtual_stages_per_pipeline_rank,
+            layers_per_chunk=self.num_layers_per_virtual_pipeline_stage,
+            first=self.decoder_first_pipeline_num_layers,
+            last=self.decoder_last_pipeline_num_layers,
+            count_embedding=self.account_for_embedding_in_pipeline_split,
+            count_loss=self.account_for_loss_in_pipeline_split,
+            layout=self.pipeline_model_parallel_layout,
+        )
 
     def problems(self) -> Iterator[str]:
         for flag in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):

@@ -118,7 +118,9 @@ REFUSED: dict[str, str] = _by_reason(
         "the order of microbatches is the schedule's: --pipeline-schedule takes a file too": (
             "microbatch_group_size_per_virtual_pipeline_stage"
         ),
-        "all groups have one backend: --distributed-backend": "pipeline_model_parallel_comm_backend",
+        "all groups have one backend, --distributed-backend": (
+            "pipeline_model_parallel_comm_backend"
+        ),
         "use --pipeline-schedule zb_h1, where every weight gradient can wait": (
             "defer_embedding_wgrad_compute"
         ),

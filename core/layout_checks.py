@@ -13,12 +13,15 @@ from typing import Protocol
 from core.grid import ParallelConfig
 from core.optimizer import schedule
 from core.optimizer.config import OptimizerConfig
+from core.pipeline_parallel.schedules import ORDERS, build_plan
+from core.pipeline_parallel.schedules import schedule_problems as plan_problems
 from core.train_config import TrainConfig
 
 
 class Model(Protocol):
-    """A model's config: its vocabulary, and what of it cannot be cut over tp ranks."""
+    """A model's config: its layers, vocabulary, and what of it cannot be cut over tp ranks."""
 
+    num_layers: int
     vocab_size: int | None
 
     def layout_problems(self, tp: int, sequence_parallel: bool) -> Iterator[str]: ...
@@ -51,16 +54,43 @@ def layout_problems(
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if tp < 1 or pp < 1:
         return  # ParallelConfig.problems says so
-    if pp > 1:
-        yield (
-            f"--pipeline-model-parallel-size {pp} is not here yet; "
-            f"use 1, and raise --tensor-model-parallel-size instead"
-        )
     yield from model.layout_problems(tp, parallel.sequence_parallel)
     dp = _data_parallel_size(parallel, world_size)
     if dp is None:
         yield _world_problem(tp, pp, world_size)
-    yield from train.batch_problems(dp or 1)  # at dp 1: what no number of ranks would mend
+    batch_problems = list(train.batch_problems(dp or 1))  # 1: what no number of ranks would mend
+    yield from batch_problems
+    chunks = 1
+    try:
+        chunks = parallel.placement(model.num_layers).chunks
+    except ValueError as error:
+        if model.num_layers > 0:  # else the model's own checks say so
+            yield str(error)
+        return
+    if dp is not None and not (batch_problems or list(train.problems())):
+        yield from pipeline_problems(parallel, train, dp, chunks)
+
+
+def pipeline_problems(
+    parallel: ParallelConfig, train: TrainConfig, dp: int, chunks: int
+) -> Iterator[str]:
+    """The schedule against every number of microbatches that the run will have.
+
+    A user's schedule file is read and checked, since it may not finish; ours are known to.
+    """
+    asked, pp = parallel.pipeline_schedule, parallel.pipeline_model_parallel_size
+    batches = train.batch_schedule(dp)
+    counts = {size // (batches.micro * dp) for size in batches.sizes()}
+    found: dict[str, None] = {}
+    for microbatches in sorted(counts):
+        sentences = list(plan_problems(asked, pp, microbatches, chunks))
+        if not sentences and asked not in (None, *ORDERS):
+            try:
+                build_plan(asked, pp, microbatches, chunks)
+            except ValueError as error:
+                sentences = [str(error)]
+        found |= dict.fromkeys(sentences)
+    yield from found
 
 
 def _world_problem(tp: int, pp: int, world_size: int) -> str:

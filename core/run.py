@@ -18,13 +18,17 @@ from core.checkpoint.directory import differences
 from core.checkpoint.errors import CheckpointError, MissingCheckpoint
 from core.checkpoint.reader import Checkpoint, load
 from core.checkpoint.store import Saver
+from core.comm import barrier
 from core.comm.ledger import format_table
 from core.data_parallel.buckets import DataParallel
 from core.feed import Feed
+from core.grid import ParallelConfig
 from core.metrics import Metrics
 from core.optimizer import schedule as schedules
 from core.optimizer.adam import Optimizer
 from core.optimizer.config import OptimizerConfig
+from core.pipeline_parallel.measured import PipelineLog
+from core.pipeline_parallel.schedules import row_maker
 from core.pipeline_parallel.stage import Stage
 from core.process_grid import ProcessGrid
 from core.saved_state import pieces
@@ -33,7 +37,6 @@ from core.train import (
     Stopped,
     Trainer,
     TrainState,
-    one_rank_row,
     report_evaluation,
     train,
 )
@@ -43,6 +46,7 @@ from core.train_config import CheckpointConfig, LoggingConfig, TrainConfig
 class Sections(Protocol):
     """The sections of a recipe's config that a run reads; model and data are its own affair."""
 
+    parallel: ParallelConfig
     optimizer: OptimizerConfig
     train: TrainConfig
     checkpoint: CheckpointConfig
@@ -86,8 +90,18 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
         global_batch_size=batch_schedule.full,
     )
     trainer = Trainer(
-        grid, inputs.stages, replicas, optimizer, schedule, batch_schedule, one_rank_row
+        grid,
+        inputs.stages,
+        replicas,
+        optimizer,
+        schedule,
+        batch_schedule,
+        row_maker(
+            config.parallel.pipeline_schedule, grid.pp.size, grid.pp.rank, len(inputs.stages)
+        ),
+        pipeline_log(config.logging.log_pipeline, grid),
     )
+    trainer.open_wires()
     checkpoints = Checkpoints(config.checkpoint, trainer, inputs)
     state = checkpoints.load()
     with (
@@ -129,6 +143,17 @@ def evaluate_only(
     for name, split in (("valid", "validation"), ("test", "test")):
         if name in feeds:
             report_evaluation(trainer, state, feeds[name], iterations, reporter, split)
+
+
+def pipeline_log(path: str | None, grid: ProcessGrid) -> PipelineLog | None:
+    """On the ranks of the first pipeline, for a file that is empty when they begin. Collective."""
+    if path is None:
+        return None
+    if grid.world.rank == 0:
+        Path(path).write_bytes(b"")
+    barrier(grid.world, tag="startup.pipeline_log")
+    here = grid.coord
+    return PipelineLog(path, here.pp) if here.tp == here.dp == here.cp == 0 else None
 
 
 def limits(config: Sections, last: int) -> Limits:

@@ -23,6 +23,7 @@ from core.optimizer.adam import Optimizer
 from core.optimizer.schedule import Schedule
 from core.pipeline_parallel.actions import Action, Op
 from core.pipeline_parallel.executor import Executor, StepResult
+from core.pipeline_parallel.measured import PipelineLog
 from core.pipeline_parallel.stage import Batch, Stage
 from core.process_grid import ProcessGrid
 
@@ -78,7 +79,8 @@ class Reporter(Protocol):
 class Trainer:
     """The parts of a step, put together once by the recipe.
 
-    make_row    (microbatches, forward_only) -> this rank's row of the plan
+    make_row      (microbatches, forward_only) -> this rank's row of the plan
+    pipeline_log  is told when each forward and backward of training ran
     """
 
     grid: ProcessGrid
@@ -88,6 +90,7 @@ class Trainer:
     schedule: Schedule
     batch_schedule: BatchSchedule
     make_row: Callable[[int, bool], Sequence[Action]]
+    pipeline_log: PipelineLog | None = None
     _executors: dict[tuple[int, bool], Executor] = field(default_factory=dict)
 
     def executor(self, microbatches: int, forward_only: bool = False) -> Executor:
@@ -95,8 +98,13 @@ class Trainer:
         key = (microbatches, forward_only)
         if key not in self._executors:
             row = self.make_row(microbatches, forward_only)
-            self._executors[key] = Executor(row, self.stages, self.grid.pp)
+            log = None if forward_only else self.pipeline_log
+            self._executors[key] = Executor(row, self.stages, self.grid.pp, log=log)
         return self._executors[key]
+
+    def open_wires(self) -> None:
+        """Set up the connections between pipeline ranks; all of them call it before they train."""
+        self.executor(self.batch_schedule.microbatches(0)).open_wires()
 
     def train_step(self, state: TrainState, feed: Feed) -> dict:
         """One step from `state`, which it advances. Returns the row for the log."""

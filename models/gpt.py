@@ -7,6 +7,7 @@ norm, output layer and loss on the last, blocks on all. Parameter names are glob
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -26,7 +27,8 @@ class GPTStage(Stage):
     """Layers `layers` of a GPT, with what comes before the first and after the last.
 
     batch   tokens, labels [b, s] int64; loss_mask [b, s]; position_ids [b, s]; sample [b] int64;
-            document_ids [b, s] where attention must not cross documents
+            document_ids [b, s] where attention must not cross documents. A stage looks only at
+            what `needs` names
     """
 
     def __init__(
@@ -45,9 +47,8 @@ class GPTStage(Stage):
         tp = grid.tp
         sequence_parallel = sequence_parallel and tp.size > 1
         rows = config.seq_length // (tp.size if sequence_parallel else 1)
-        super().__init__(
-            index, count, WireSpec((rows, micro_batch_size, config.hidden_size), dtype)
-        )
+        shape = (rows, micro_batch_size, config.hidden_size)
+        super().__init__(index, count, WireSpec(shape, dtype, grid.device))
         build = Build(tp, dtype, grid.device, seed, sequence_parallel)
         self.tp, self.seed, self.sequence_parallel = tp, seed, sequence_parallel
         self.vocab_size = config.vocab_size
@@ -72,6 +73,9 @@ class GPTStage(Stage):
         # a tied last stage of several holds its own copy of the word table, under the same name
         needs_table = self.is_first or (self.is_last and self.tied)
         self.embedding = embedding() if needs_table else None
+        if needs_table and self.tied and count > 1:
+            table = self.embedding.word.weight
+            table.shard = dataclasses.replace(table.shard, sum_over=("embed",))
         self.rotary = rotary_of(config)
         self.layers = nn.ModuleDict(
             {str(n): Block(config, n, build, rotary=self.rotary) for n in layers}
@@ -97,6 +101,18 @@ class GPTStage(Stage):
                 init_std=config.init_method_std,
             )
 
+    @property
+    def needs(self) -> set[str]:
+        """Names of the arrays of a batch that this stage looks at, document_ids apart."""
+        names = {"sample"}
+        if self.is_first:
+            names |= {"tokens", "position_ids"}
+        if self.rotary is not None and self.layers:
+            names.add("position_ids")
+        if self.is_last:
+            names |= {"labels", "loss_mask"}
+        return names
+
     # -- forward -----------------------------------------------------------------------------------
 
     def context(self, batch: Batch) -> Context:
@@ -104,7 +120,7 @@ class GPTStage(Stage):
         documents = batch.get("document_ids")
         mask = None if documents is None else causal_document_mask(documents)
         rotary = None
-        if self.rotary is not None:
+        if self.rotary is not None and self.layers:
             rotary = self.rotary.tables(batch["position_ids"].t(), self.wire.dtype)
         keys = None
         if self.training and self.dropping:
@@ -145,6 +161,7 @@ class GPTStage(Stage):
     def _fused_loss(self, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         """Output layer and loss in one; the logits never exist."""
         weight = self.embedding.word.weight if self.tied else self.output.weight
+        may_wait = self.training and self.loss_mode in ("auto", "split")
         return vocab_parallel_linear_cross_entropy(
             hidden,
             weight,
@@ -157,6 +174,7 @@ class GPTStage(Stage):
             reduction="sum",
             mode=self.loss_mode,
             accumulate=getattr(weight, "main_grad", None) if self.training else None,
+            defer=self.defer if may_wait else None,
             tp_group=self.tp,
         )
 

@@ -196,6 +196,7 @@ def test_lines_that_are_good(line: str, world: int) -> None:
 
 
 TP = "--tensor-model-parallel-size"
+PP = "--pipeline-model-parallel-size"
 BAD_LINES = [
     # the model's own shape
     (
@@ -274,12 +275,44 @@ BAD_LINES = [
         f"3 ranks do not divide by {TP} 2; start 2 ranks or a multiple (--nproc 2, or torchrun)",
     ),
     (f"{TP} 0", 1, f"{TP} 0 must be 1 or more"),
+    # pipeline
     (
-        "--pipeline-model-parallel-size 2",
-        2,
-        "--pipeline-model-parallel-size 2 is not here yet; use 1, and raise "
-        "--tensor-model-parallel-size instead",
+        f"{PP} 8",
+        8,
+        f"--num-layers 4 cannot fill {PP} 8 x 1 virtual stages = 8 stages; use {PP} 4 or less, or "
+        "a --pipeline-model-parallel-layout with empty stages",
     ),
+    (
+        "--num-virtual-stages-per-pipeline-rank 2",
+        2,
+        f"2 virtual stages per rank need {PP} 2 or more, which is 1; leave them out, or use more "
+        "pipeline ranks",
+    ),
+    (
+        f"{PP} 2 --num-layers-per-virtual-pipeline-stage 3",
+        2,
+        f"--num-layers-per-virtual-pipeline-stage 3 x {PP} 2 does not divide --num-layers 4; use "
+        "1 or 2",
+    ),
+    (
+        f"{PP} 2 --pipeline-model-parallel-layout 1,2",
+        2,
+        "--pipeline-model-parallel-layout 1,2 has 3 layers (t) and --num-layers is 4; they must be "
+        "equal",
+    ),
+    (
+        f"{PP} 2 --pipeline-schedule 1f2b",
+        2,
+        "--pipeline-schedule 1f2b is neither a schedule nor a file; use gpipe, 1f1b, interleaved, "
+        "zb_h1 or the path of a schedule file",
+    ),
+    (
+        f"{PP} 2 --pipeline-schedule zb_h1 --num-virtual-stages-per-pipeline-rank 2",
+        2,
+        "--pipeline-schedule zb_h1 runs one stage per rank, not "
+        "--num-virtual-stages-per-pipeline-rank 2; use --pipeline-schedule interleaved",
+    ),
+    ("--log-pipeline no/such/file", 1, "--log-pipeline no/such/file: there is no folder no/such"),
     # batches and length
     (
         "--global-batch-size 10",
@@ -489,3 +522,26 @@ def test_help_has_every_flag_with_a_description() -> None:
     for leaf in leaves(RunConfig).values():
         shown = re.search(rf"^  --(no-)?{leaf.flag[2:]}( .*)?\n?.*[a-z].*", text, re.M)
         assert shown, leaf.flag
+
+
+DEADLOCK = "F0@0 B0@0 F1@0 B1@0\nF1@1 F0@1 B0@1 B1@1\n"  # rank 1 waits for F1, rank 0 for B0
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "told"),
+    [
+        (DEADLOCK, 4, "deadlock: 2 of 2 ranks can never go on"),
+        ("F0@0 B0@0\nF0@1 B0@1", 4, "has 1 microbatches, and the run has 2"),
+        ("F0@0 B0@0\nF0@1 C0@1", 2, "plan:2:6: 'C0@1' is not an action"),
+    ],
+)
+def test_a_schedule_file_is_checked_before_it_runs(tmp_path, capsys, rows, batch, told) -> None:
+    (tmp_path / "plan").write_text(rows)
+    line = BASE.replace("--global-batch-size 8", f"--global-batch-size {batch}")
+    line += f"{PP} 2 --pipeline-schedule {tmp_path / 'plan'}"
+    with pytest.raises(SystemExit):
+        read(line, 2)
+    assert told in capsys.readouterr().err
+    (tmp_path / "plan").write_text("F0@0 F1@0 B0@0 B1@0\nF0@1 B0@1 F1@1 B1@1")
+    line = line.replace(f"--global-batch-size {batch}", "--global-batch-size 4")
+    assert read(line, 2).parallel.pipeline_schedule == str(tmp_path / "plan")

@@ -42,9 +42,10 @@ class GradBuffer:
     params  [total] flat parameters      grads  [total] flat gradients
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, device: torch.device | str = "cpu") -> None:
+        """device: of a module without parameters, such as a stage that only passes on."""
         named = list(module.named_parameters())
-        first = named[0][1]
+        first = named[0][1] if named else torch.empty(0, device=device)
         self.layout: Layout = lay_out([(n, tuple(p.shape), shard_of(p)) for n, p in named])
         self.by_name: dict[str, nn.Parameter] = dict(named)
         accumulate = torch.float64 if first.dtype == torch.float64 else torch.float32
@@ -76,6 +77,12 @@ class GradBuffer:
         start, stop = self.layout.regions[axis]
         return self.grads[start:stop]
 
+    def parts(self) -> list[Tensor]:
+        """All gradients, in the pieces in which they are summed over dp: a table that two stages
+        hold is one of its own, so that both add up its elements in the same order."""
+        start, _ = self.layout.regions["embed"]
+        return [part for part in (self.grads[:start], self.grads[start:]) if part.numel()]
+
 
 def _move_to_main_grad(param: Tensor) -> None:
     if param.grad is None:  # a linear or embedding has added to main_grad already
@@ -94,7 +101,7 @@ class DataParallel:
 
     def __init__(self, stages: list, dp: Group, tp: Group, embed: Group) -> None:
         self.stages = list(stages)
-        self.buffers = [GradBuffer(stage) for stage in stages]
+        self.buffers = [GradBuffer(stage, stage.wire.device) for stage in stages]
         self.dp, self.axes = dp, {"tp": tp, "embed": embed}
 
     def zero_grad(self) -> None:
@@ -102,11 +109,15 @@ class DataParallel:
             buffer.zero_()
 
     def sum_gradients(self) -> None:
-        """Sum what other axes share, then everything over dp."""
+        """Sum what other axes share, then everything over dp.
+
+        In this order: two stages that share a table would otherwise add parts that differ.
+        """
         for buffer in self.buffers:
             for axis, group in self.axes.items():
                 part = buffer.region(axis)
                 if part.numel():
                     all_reduce_(part, group, tag=f"gradients.{axis}")
         for buffer in self.buffers:
-            all_reduce_(buffer.grads, self.dp, tag="gradients")
+            for part in buffer.parts():
+                all_reduce_(part, self.dp, tag="gradients")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from core.comm import Group
 from core.data_parallel.buckets import DataParallel
+from core.data_parallel.layout import Slot
 from core.optimizer.clip import clip_factor, gradient_square_sum
 from core.optimizer.config import OptimizerConfig
 
@@ -60,6 +61,12 @@ OPTIMIZERS = {
 }
 
 
+def _key(slot: Slot) -> tuple[bool, bool]:
+    """What is updated as one tensor. A table that two stages hold starts its own on both, so that
+    its elements meet the same vector instructions."""
+    return slot.shard.decay, "embed" in slot.shard.sum_over
+
+
 class Optimizer:
     """Steps all stages of this rank.
 
@@ -78,14 +85,16 @@ class Optimizer:
             {name: torch.zeros_like(b.grads) for name in self.recipe.arrays}
             for b in replicas.buffers
         ]
-        groups = {True: [], False: []}
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         states: list[tuple[nn.Parameter, dict[str, Tensor]]] = []
         for buffer, state in zip(replicas.buffers, self._state, strict=True):
-            for decays, start, stop in buffer.layout.runs(lambda slot: slot.shard.decay):
+            for (decays, _), start, stop in buffer.layout.runs(_key):
                 flat = nn.Parameter(buffer.params[start:stop])
                 flat.grad = buffer.grads[start:stop]
                 groups[decays].append(flat)
                 states.append((flat, {k: v[start:stop] for k, v in state.items()}))
+        if not states:  # the stages of this rank have no parameters
+            groups[True].append(nn.Parameter(torch.empty(0)))
         self._groups = [
             {"params": params, "decays": decays, "weight_decay": 0.0}
             for decays, params in groups.items()

@@ -1,8 +1,8 @@
-"""What a real run did: the executor's time stamps, read back to compare with the plan.
+"""What a real run did: the executor's time stamps, written and read back to compare with the plan.
 
 Pure: standard library, `actions` and `simulate`. One JSON object per line and action:
 
-    {"rank": 0, "action": "F0@0", "start": 12.0, "end": 12.5}
+    {"step": 1, "rank": 0, "action": "F0@0", "start": 12.0, "end": 12.5}
 
 `rank` is the pipeline rank, times are seconds on one clock. A file may hold several steps: told
 apart by "step" where it is given, otherwise by an action coming again on the same rank.
@@ -11,12 +11,39 @@ apart by "step" where it is given, otherwise by an action coming again on the sa
 from __future__ import annotations
 
 import json
+import time
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
 from core.pipeline_parallel.actions import COMPUTE, Action, Op, Plan
 from core.pipeline_parallel.simulate import Costs, Timed, Timeline
+
+
+class PipelineLog:
+    """Writes what one rank does to a file that all ranks of a pipeline append to.
+
+    Lines leave in one write at the end of a step, so that those of several ranks do not mix. Times
+    are the system's clock, read once and carried on by a clock that never goes back.
+    """
+
+    def __init__(self, path: str | Path, rank: int) -> None:
+        self.path, self.rank = Path(path), rank
+        self._offset = time.time() - time.perf_counter()
+        self._lines: list[dict[str, object]] = []
+
+    def now(self) -> float:
+        return self._offset + time.perf_counter()
+
+    def add(self, action: Action, start: float, end: float) -> None:
+        times = {"start": round(start, 6), "end": round(end, 6)}
+        self._lines.append({"rank": self.rank, "action": str(action), **times})
+
+    def write(self, step: int) -> None:
+        text = "".join(json.dumps({"step": step, **line}) + "\n" for line in self._lines)
+        self._lines.clear()
+        with self.path.open("ab", buffering=0) as file:
+            file.write(text.encode())
 
 
 def read_measured(path: str | Path, plan: Plan) -> Timeline:

@@ -194,3 +194,15 @@ def build_plan(
     if not plan.has_comms:
         plan = passes.with_comms(plan)
     return passes.check(passes.with_grad_sync(plan))
+
+
+def row_maker(
+    schedule: str | None, pp: int, rank: int, chunks: int = 1
+) -> Callable[[int, bool], Row]:
+    """(microbatches, forward_only) -> what `rank` does then: its row of `build_plan`'s plan."""
+
+    def row(microbatches: int, forward_only: bool) -> Row:
+        plan = build_plan(schedule, pp, microbatches, chunks, forward_only=forward_only)
+        return plan.row(rank)
+
+    return row

@@ -1,28 +1,41 @@
 """`Stage`: one chunk of the model, and the tensors of its microbatches in flight.
 
 A model module derives from `Stage` and writes `compute`; the executor calls `forward_step` and
-`backward_step` with microbatch numbers, and knows no schedule. Imports torch only.
+`backward_step` (or `input_grad_step` and `weight_grad_step`) with microbatch numbers, and knows no
+model. Imports torch only.
 
-Neighbours: core.pipeline_parallel.executor (the caller), models.gpt and models.bert (the stages).
+Neighbours: core.pipeline_parallel.executor (the caller), weight_queue (what waits between the two
+halves of a backward), models.gpt and models.bert (the stages).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from core.pipeline_parallel.weight_queue import WeightGradQueue
 
 Batch = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class WireSpec:
-    """Shape and type of what crosses a stage's borders for one microbatch."""
+    """Shape, type and place of what crosses a stage's borders for one microbatch."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device | str = "cpu"
+
+    def buffer(self) -> Tensor:
+        """Memory for one arriving tensor."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
 
 
 @dataclass
@@ -41,10 +54,15 @@ class Loss:
 
 @dataclass
 class InFlight:
-    """One microbatch between its forward and its backward."""
+    """One microbatch from its forward to the end of its backward.
+
+    input   what came in, None on the first stage; autograd leaves its gradient here
+    edge    where backward enters the graph. The output itself is not kept: once it has been sent,
+            its memory is free. None when nothing asks for a gradient, and after I
+    """
 
     input: Tensor | None
-    output: Tensor
+    edge: GradientEdge | None
 
 
 class Stage(nn.Module):
@@ -60,6 +78,7 @@ class Stage(nn.Module):
         super().__init__()
         self.index, self.count, self.wire = index, count, wire
         self._in_flight: dict[int, InFlight] = {}
+        self._queue: WeightGradQueue | None = None
 
     @property
     def is_first(self) -> bool:
@@ -75,8 +94,14 @@ class Stage(nn.Module):
 
     @property
     def in_flight(self) -> int:
-        """How many microbatches hold activations now."""
+        """How many microbatches hold activations now: from F to B, or to W."""
         return len(self._in_flight)
+
+    @property
+    def defer(self) -> Callable[[Callable[[], object]], None] | None:
+        """Takes weight-gradient work that a backward makes: done at W where the backward is split.
+        None where it is not. For layers that have no `weight_grad`, such as the output loss."""
+        return None if self._queue is None else self._queue.put
 
     def forward_step(
         self, microbatch: int, batch: Batch, activation: Tensor | None
@@ -87,22 +112,34 @@ class Stage(nn.Module):
         """
         if not self.training:
             with torch.no_grad():
-                return self.compute(batch, activation)
+                return self._checked(self.compute(batch, activation))
         if microbatch in self._in_flight:
             raise RuntimeError(f"stage {self.index}: microbatch {microbatch} is already in flight")
         if activation is not None:
             activation = activation.detach().requires_grad_()
-        out = self.compute(batch, activation)
+        out = self._checked(self.compute(batch, activation))
+        head = out.total if isinstance(out, Loss) else out
+        edge = get_gradient_edge(head) if head.requires_grad else None
+        self._in_flight[microbatch] = InFlight(activation, edge)
         if isinstance(out, Loss):
-            self._in_flight[microbatch] = InFlight(activation, out.total)
-            return Loss(out.total.detach(), out.tokens, out.extra)
-        if tuple(out.shape) != self.wire.shape:
-            raise ValueError(
-                f"stage {self.index} made an activation of shape {tuple(out.shape)}; the next "
-                f"stage expects {self.wire.shape}"
-            )
-        self._in_flight[microbatch] = InFlight(activation, out)
+            return Loss(out.total.detach(), out.tokens.detach(), out.extra)
         return out.detach()
+
+    def _checked(self, out: Tensor | Loss) -> Tensor | Loss:
+        """`out` if it is what the next stage, or the trainer, can take."""
+        who = f"stage {self.index} of {self.count} ({type(self).__name__})"
+        if isinstance(out, Loss) != self.is_last:
+            wanted = "a Loss, since it is the last" if self.is_last else "an activation tensor"
+            raise TypeError(f"{who} made {type(out).__name__}; it has to make {wanted}")
+        if isinstance(out, Loss):
+            return out
+        made = WireSpec(tuple(out.shape), out.dtype)
+        if (made.shape, made.dtype) != (self.wire.shape, self.wire.dtype):
+            raise ValueError(
+                f"{who} made an activation of {made}; the next stage expects {self.wire}. Every "
+                "microbatch has one shape: pad sequences to --seq-length"
+            )
+        return out
 
     def backward_step(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """Run autograd for `microbatch`; parameters' gradients go to their sinks.
@@ -110,6 +147,35 @@ class Stage(nn.Module):
         gradient: of the output, None on the last stage (d loss / d loss = 1).
         Returns the gradient of the input, None on the first stage.
         """
-        kept = self._in_flight.pop(microbatch)
-        torch.autograd.backward(kept.output, gradient)
-        return None if kept.input is None else kept.input.grad
+        return _backward(self._in_flight.pop(microbatch), gradient)
+
+    def split_backward(self) -> None:
+        """From now on I may leave weight gradients for W; called before the first such step."""
+        if self._queue is None:
+            self._queue = WeightGradQueue()
+            self._queue.connect(self)
+
+    def input_grad_step(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """As `backward_step`, but weight gradients wait for `weight_grad_step`."""
+        with self._queue.holding(microbatch):
+            return _backward(self._in_flight[microbatch], gradient)
+
+    def weight_grad_step(self, microbatch: int) -> None:
+        """The weight gradients that `input_grad_step` has left."""
+        self._queue.run(microbatch)
+        del self._in_flight[microbatch]
+
+    def forget(self) -> None:
+        """Drop what a failed step has left behind."""
+        self._in_flight.clear()
+        if self._queue is not None:
+            self._queue.clear()
+
+
+def _backward(kept: InFlight, gradient: Tensor | None) -> Tensor | None:
+    if kept.edge is not None:
+        torch.autograd.backward(kept.edge, gradient)
+    x, kept.input, kept.edge = kept.input, None, None
+    if x is None:
+        return None
+    return torch.zeros_like(x) if x.grad is None else x.grad
