@@ -81,18 +81,37 @@ def tokenizer_of(settings: EncodeSettings):
 def encode_block(settings: EncodeSettings, block: Block) -> Encoded:
     """Tokenize a block. Bad records and empty texts are left out and counted."""
     result = Encoded()
+    lines: list[int] = []
     rows: list[list[str]] = []
-    for row in parse_block(block, settings.json_keys):
+    for line, row in parse_block(block, settings.json_keys):
         result.records += 1
         if isinstance(row, DataError):
             result.bad.append(str(row))
         else:
+            lines.append(line)
             rows.append(row)
-    for place, key in enumerate(settings.json_keys):
-        texts = [row[place] for row in rows]
-        result.texts[key] = _encode(settings, texts)
-        result.empty += len(texts) - len(result.texts[key].sequences)
+    try:
+        result.texts = _encode_rows(settings, rows)
+    except DataError:  # a text the tokenizer refuses; find which
+        good = []
+        for line, row in zip(lines, rows):
+            try:
+                _encode_rows(settings, [row])
+                good.append(row)
+            except DataError as error:
+                result.bad.append(f"{block.path} line {line}: {error}")
+        rows = good
+        result.texts = _encode_rows(settings, rows)
+    found = sum(len(texts.sequences) for texts in result.texts.values())
+    result.empty = len(rows) * len(settings.json_keys) - found
     return result
+
+
+def _encode_rows(settings: EncodeSettings, rows: list[list[str]]) -> dict[str, Texts]:
+    return {
+        key: _encode(settings, [row[place] for row in rows])
+        for place, key in enumerate(settings.json_keys)
+    }
 
 
 def _encode(settings: EncodeSettings, texts: list[str]) -> Texts:

@@ -102,9 +102,9 @@ def read_blocks(
             yield Block(path, kind, data, place.line, end, raw.tell())
 
 
-def parse_block(block: Block, keys: tuple[str, ...]) -> Iterator[list[str] | DataError]:
-    """For each record its texts under `keys`, or a DataError naming file and line. Blank lines are
-    none.
+def parse_block(block: Block, keys: tuple[str, ...]) -> Iterator[tuple[int, list[str] | DataError]]:
+    """For each record its line and its texts under `keys`, or a DataError naming file and line.
+    Blank lines are no records.
 
     Plain text has one text a record, whatever the keys.
     """
@@ -119,13 +119,13 @@ def parse_block(block: Block, keys: tuple[str, ...]) -> Iterator[list[str] | Dat
             continue
         try:
             if block.kind == "json":
-                yield _texts(json.loads(record.decode("utf-8")), keys)
+                yield number, _texts(json.loads(record.decode("utf-8")), keys)
             elif block.kind == "rows":
-                yield _texts(record, keys)
+                yield number, _texts(record, keys)
             else:
-                yield [record.decode("utf-8")]
+                yield number, [record.decode("utf-8")]
         except (ValueError, RecursionError) as error:
-            yield DataError(f"{block.path} line {number}: {error}")
+            yield number, DataError(f"{block.path} line {number}: {error}")
 
 
 def _lines(block: Block) -> list[bytes]:

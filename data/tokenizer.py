@@ -22,6 +22,7 @@ import base64
 import functools
 import importlib
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,9 @@ TIKTOKEN_PATTERNS = {
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
+
+
+NO_NUMBERS = re.compile(r"[^0-9 \t\r\n]+")
 
 
 def build_tokenizer(
@@ -265,14 +269,16 @@ class NullTokenizer:
         self.vocab_size = self.eod + 1
 
     def encode(self, text: str) -> list[int]:
-        try:
-            ids = np.array(text.split(), np.int64)
-        except (ValueError, OverflowError) as error:
-            raise DataError(f"NullTokenizer reads numbers between spaces: {error}") from None
-        if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
-            wrong = ids.min() if ids.min() < 0 else ids.max()
+        wrong = NO_NUMBERS.search(text)
+        if wrong:
+            raise DataError(f"NullTokenizer reads numbers between spaces, not {wrong[0][:20]!r}")
+        if not text or text.isspace():
+            return []
+        ids = np.fromstring(text, np.int64, sep=" ")
+        if int(ids.max()) >= self.vocab_size:
             raise DataError(
-                f"token id {wrong} is not in 0 .. {self.vocab_size - 1}; raise --vocab-size "
+                f"token id {int(ids.max())} is not in 0 .. {self.vocab_size - 1}; raise "
+                "--vocab-size "
                 f"{self.eod}"
             )
         return ids.tolist()

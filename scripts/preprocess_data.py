@@ -17,12 +17,14 @@ import glob
 import hashlib
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -79,6 +81,12 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         say(f"preprocess_data.py: {error}; the same command goes on from the last mark")
         return 2
+    except BrokenExecutor:
+        say(
+            "preprocess_data.py: a worker died, perhaps for want of memory; the same command, with "
+            "fewer --workers if need be, goes on from the last mark"
+        )
+        return 1
     except KeyboardInterrupt:
         say("preprocess_data.py: stopped; the same command goes on from the last mark")
         return 130
@@ -214,7 +222,7 @@ class Job:
                     raise DataError(f"{source} in {self.counts.records} records")
             for builder in builders.values():
                 builder.finish()
-        except (OSError, KeyboardInterrupt):
+        except (OSError, KeyboardInterrupt, BrokenExecutor):
             for builder in builders.values():
                 builder.close()
             raise
@@ -298,7 +306,7 @@ def encode_all(
         for block in blocks:
             yield block, encode_block(settings, block)
         return
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), start_worker) as pool:
         flying: collections.deque[tuple[Block, Future]] = collections.deque()
         try:
             for block in blocks:
@@ -311,6 +319,17 @@ def encode_all(
                 yield first, future.result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def start_worker() -> None:
+    """A worker leaves interrupts to the parent, and goes when the parent is gone."""
+
+    def follow() -> None:
+        parent_process().join()
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=follow, daemon=True).start()
 
 
 class Progress:

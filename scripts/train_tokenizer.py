@@ -117,7 +117,7 @@ def texts(inputs: list[str], keys: tuple[str, ...]) -> Iterator[str]:
     before, said = 0, time.perf_counter()
     for path in inputs:
         for block in read_blocks(path, keys):
-            for row in parse_block(block, keys):
+            for _, row in parse_block(block, keys):
                 if isinstance(row, DataError):
                     raise row
                 yield from row

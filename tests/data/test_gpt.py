@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.gpt import GPTDataset, GPTPass, gpt_sample, split_documents
+from data.index_format import pack_header
 from data.indexed import DataError, IndexedBuilder, IndexedDataset
 
 EOD = 0
@@ -76,6 +77,33 @@ def test_sample_depends_on_seed_and_n_alone(prefix):
 def test_reading_piece_by_piece_is_the_same(prefix):
     mapped, read = (GPTDataset(prefix, None, 7, seed=1, mmap_bin_files=m) for m in (True, False))
     assert all((mapped.window(n) == read.window(n)).all() for n in range(60))
+
+
+def test_documents_and_files_beyond_two_to_the_33(tmp_path):
+    """A document longer than 2^31 tokens, in a file longer than 2^33, both mostly holes."""
+    longest = 2**31 - 1
+    lengths = [*[longest] * 5, 40, 7]
+    with open(tmp_path / "a.idx", "wb") as file:
+        file.write(pack_header(np.dtype("u1"), len(lengths), 3))
+        file.write(np.array(lengths, "<i4").data)
+        file.write(np.cumsum([0, *lengths[:-1]]).astype("<i8").data)
+        file.write(np.array([0, 5, 6, 7], "<i8").data)
+    total = sum(lengths)
+    marks = [0, 2**31 - 1, 2**31, 2**32 + 5, 2**33 - 1, 2**33, total - 48, total - 1]
+    with open(tmp_path / "a.bin", "wb") as file:
+        file.truncate(total)
+        for i, place in enumerate(marks, 1):
+            file.seek(place)
+            file.write(bytes([i]))
+    data = GPTDataset(tmp_path / "a", None, 1 << 20, seed=1)
+    piecewise = GPTDataset(tmp_path / "a", None, 1 << 20, seed=1, mmap_bin_files=False)
+    epoch = data.index.epoch(0)
+    streams = {int(start): int(bound) for start, bound in zip(epoch.starts, epoch.bounds)}
+    for i, place in enumerate(marks, 1):
+        start = max(s for s in streams if s <= place)
+        window, offset = divmod(streams[start] + place - start, 1 << 20)
+        n = int(np.flatnonzero(epoch.samples == window)[0])
+        assert data.window(n)[offset] == piecewise.window(n)[offset] == i
 
 
 def test_end_of_document_flags():

@@ -33,7 +33,7 @@ def test_blocks_join_to_the_file_from_any_place(tmp_path_factory, content, size,
 
 
 def parsed(data, keys=("text",)):
-    return list(parse_block(Block("f.jsonl", "json", data, 1, Place(), 0), keys))
+    return [row for _, row in parse_block(Block("f.jsonl", "json", data, 1, Place(), 0), keys)]
 
 
 def test_line_ends_blank_lines_and_byte_order_mark():
@@ -71,9 +71,8 @@ def test_damaged_gzip_is_named(tmp_path):
 
 
 def texts(path, **options):
-    return [
-        row for block in read_blocks(str(path), **options) for row in parse_block(block, ("text",))
-    ]
+    blocks = read_blocks(str(path), **options)
+    return [row for block in blocks for _, row in parse_block(block, ("text",))]
 
 
 def test_plain_text_by_line_and_by_file(tmp_path):

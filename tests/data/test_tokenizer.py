@@ -72,7 +72,13 @@ def test_null_tokenizer():
     assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
     assert tokenizer.encode_batch(["1 2  99", ""]) == [[1, 2, 99], []]
     assert tokenizer.decode([3, 4]) == "3 4"
-    for text, message in (("1 x", "numbers between spaces"), ("101", "not in 0"), ("-1", "id -1")):
+    refused = {
+        "1 x": "numbers between spaces",
+        "101": "not in 0",
+        "-1": "not '-'",
+        "9" * 30: "not in 0",
+    }
+    for text, message in refused.items():
         with pytest.raises(DataError, match=message):
             tokenizer.encode(text)
 

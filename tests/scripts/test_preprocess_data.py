@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -165,8 +166,8 @@ preprocess_data.main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_goes_on_after_a_kill(tmp_path, capsys, suffix):
+@pytest.mark.parametrize(("suffix", "workers"), [("", "2"), (".gz", "1")])
+def test_goes_on_after_a_kill(tmp_path, capsys, suffix, workers):
     """The same bytes as an unbroken run, without reading what was done before the last mark."""
     rng = np.random.default_rng(0)
     lines = "".join(
@@ -178,10 +179,13 @@ def test_goes_on_after_a_kill(tmp_path, capsys, suffix):
         path = tmp_path / f"{name}.jsonl{suffix}"
         path.write_bytes(gzip.compress(part) if suffix else part)
         paths.append(str(path))
-    flags = ["--input", *paths, "--append-eod", "--workers", "1"]
+    flags = ["--input", *paths, "--append-eod", "--workers", workers]
     assert run(tmp_path, *flags, prefix="whole") == 0
     argv = [*flags, *NULL, "--output-prefix", str(tmp_path / "out")]
-    killed = subprocess.run([sys.executable, "-c", KILLED, *argv], cwd=ROOT, capture_output=True)
+    # communicate() ends only when the workers, who hold the other ends, are gone too
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, *argv], cwd=ROOT, capture_output=True, timeout=60
+    )
     assert killed.returncode == -9
     assert (tmp_path / "out_text_document.partial" / "mark.json").is_file()
     assert not (tmp_path / "out_text_document.idx").exists()
@@ -192,6 +196,24 @@ def test_goes_on_after_a_kill(tmp_path, capsys, suffix):
         whole = (tmp_path / f"whole_text_document{ending}").read_bytes()
         assert (tmp_path / f"out_text_document{ending}").read_bytes() == whole
     assert not (tmp_path / "out_text_document.partial").exists()
+
+
+def test_a_text_the_tokenizer_refuses_is_a_bad_line(tmp_path, capsys):
+    source = jsonl(tmp_path / "a.jsonl", ["1", "2 x", "3"])
+    flags = ("--input", source, "--workers", "1")
+    assert run(tmp_path, *flags) == 2
+    assert "a.jsonl line 2: NullTokenizer reads numbers" in capsys.readouterr().err
+    assert run(tmp_path, *flags, "--on-bad-line", "skip") == 0
+    assert IndexedDataset(tmp_path / "out_text_document").read(0, 2).tolist() == [1, 3]
+
+
+def test_a_dead_worker_is_said_and_nothing_is_lost(tmp_path, capsys, monkeypatch):
+    source = jsonl(tmp_path / "a.jsonl", ["1"] * 10)
+    monkeypatch.setattr(preprocess_data, "start_worker", os.abort)
+    assert run(tmp_path, "--input", source, "--workers", "2") == 1
+    assert "a worker died" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert run(tmp_path, "--input", source, "--workers", "1") == 0
 
 
 def test_a_mark_of_other_inputs_is_not_used(tmp_path, capsys):
