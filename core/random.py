@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from core.shard import Shard
-from kernels.stateless_mask import keep_mask
 
 GOLDEN = 0x9E3779B97F4A7C15
 BLOCK = 1 << 17  # elements worked on at once: few calls, temporaries of 1 MiB
@@ -213,4 +212,6 @@ class DropoutKeys:
 
     def keep(self, layer: int, place: str, positions: Tensor, length: int, p: float) -> Tensor:
         """[len(positions), b, length] bool mask of what survives dropout with probability p."""
+        from kernels.stateless_mask import keep_mask  # brings Triton, which takes long to import
+
         return keep_mask(self.rows(layer, place, positions), length, p)

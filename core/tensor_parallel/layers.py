@@ -67,7 +67,6 @@ class _ParallelLayer(nn.Module):
 
     def __init__(
         self,
-        *,
         tp_group: object | None,
         name: str | None,
         config: object | None,
@@ -181,6 +180,14 @@ def _refuse_experts(is_expert: bool) -> None:
         raise NotImplementedError("is_expert=True is not supported: every layer is dense")
 
 
+def _refuse_buffers(*buffers: list[Tensor] | None) -> None:
+    if any(buffer is not None for buffer in buffers):
+        raise NotImplementedError(
+            "embedding_activation_buffer and grad_output_buffer are not supported; set the layer's "
+            "weight_grad to defer its weight gradient"
+        )
+
+
 class ColumnParallelLinear(_ParallelLayer):
     """Linear whose output columns are cut over tp: y_cut = x w_cut' + b_cut.
 
@@ -224,20 +231,10 @@ class ColumnParallelLinear(_ParallelLayer):
         logical_output_size: int | None = None,
     ) -> None:
         super().__init__(
-            tp_group=tp_group,
-            name=name,
-            config=config,
-            dtype=dtype,
-            device=device,
-            sequence_parallel=sequence_parallel,
-            perform_initialization=perform_initialization,
+            tp_group, name, config, dtype, device, sequence_parallel, perform_initialization
         )
         _refuse_experts(is_expert)
-        if embedding_activation_buffer is not None or grad_output_buffer is not None:
-            raise NotImplementedError(
-                "embedding_activation_buffer and grad_output_buffer are not supported; set the "
-                "layer's weight_grad to defer its weight gradient"
-            )
+        _refuse_buffers(embedding_activation_buffer, grad_output_buffer)
         self.input_size, self.output_size = input_size, output_size
         self.output_size_per_partition = self._per_partition("output_size", output_size)
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
@@ -339,13 +336,7 @@ class RowParallelLinear(_ParallelLayer):
         perform_initialization: bool | None = None,
     ) -> None:
         super().__init__(
-            tp_group=tp_group,
-            name=name,
-            config=config,
-            dtype=dtype,
-            device=device,
-            sequence_parallel=sequence_parallel,
-            perform_initialization=perform_initialization,
+            tp_group, name, config, dtype, device, sequence_parallel, perform_initialization
         )
         _refuse_experts(is_expert)
         if self.sequence_parallel and not input_is_parallel:
@@ -412,15 +403,7 @@ class VocabParallelEmbedding(_ParallelLayer):
         device: torch.device | str | None = None,
         perform_initialization: bool | None = None,
     ) -> None:
-        super().__init__(
-            tp_group=tp_group,
-            name=name,
-            config=config,
-            dtype=dtype,
-            device=device,
-            sequence_parallel=False,
-            perform_initialization=perform_initialization,
-        )
+        super().__init__(tp_group, name, config, dtype, device, False, perform_initialization)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
         self.num_embeddings_per_partition = self._per_partition("num_embeddings", num_embeddings)
