@@ -1,4 +1,4 @@
-"""How many bytes a training step moves, before it has run: plain arithmetic on sizes and grid.
+"""How many bytes a training step moves, before it has run: arithmetic on sizes, grid and plan.
 
 Pure: standard library only. `step_traffic` predicts, call by call, what the ledger of one rank will
 hold; a test asserts equality, so a collective added by accident fails it. Works for 16,384 ranks on
@@ -15,19 +15,40 @@ that is 8 (t-1)/t S and 10 (t-1)/t S on the wire: sequence parallelism moves 25 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from core.comm.ledger import Total, wire_bytes
 from core.grid import RankGrid
+from core.pipeline_parallel.actions import RECEIVES, SENDS, Action
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """One stage. Counts of parameters include padding.
+
+    layers
+    parameters         of this rank
+    shared_over_tp     of these, the ones whose gradients are added over tp
+    shared_over_embed  likewise: the table that the first and the last stage hold
+    first, last        it has the embedding; it has the output layer and the loss
+    """
+
+    layers: int
+    parameters: int
+    shared_over_tp: int = 0
+    shared_over_embed: int = 0
+    first: bool = True
+    last: bool = True
 
 
 @dataclass(frozen=True)
 class Sizes:
     """What the traffic of a step depends on. Counts are elements unless said.
 
-    seq, micro_batch, hidden, layers
+    seq, micro_batch, hidden
+    stages              those of this rank
     bytes_per_element   of activations
     bytes_per_loss      of the loss's messages
     loss_mode           how the output layer and its loss are computed (core.tensor_parallel)
@@ -36,18 +57,14 @@ class Sizes:
     batch_integers      names of int64 arrays [b, s] in a batch
     batch_samples       names of int64 arrays [b]
     batch_floats        names of float32 arrays [b, s]
-    parameters          of this rank, padding included
-    shared_over_tp      of these, the ones whose gradients are added over tp
     bytes_per_gradient  of the gradient buffer
     """
 
     seq: int
     micro_batch: int
     hidden: int
-    layers: int
+    stages: tuple[StageSizes, ...]
     microbatches: int
-    parameters: int
-    shared_over_tp: int
     sequence_parallel: bool = False
     bytes_per_element: int = 4
     bytes_per_loss: int = 4
@@ -63,11 +80,17 @@ SIZES_ROW = 8 * 9  # bytes: the number of dimensions and eight sizes, int64
 Call = tuple[str, str, int]  # group, operation, payload in bytes
 
 
-def step_traffic(sizes: Sizes, grid: RankGrid) -> dict[tuple[str, str], Total]:
-    """(group, operation) -> calls and bytes of one training step on one rank; pp must be 1."""
-    widths = {"tp": grid.tp, "dp_cp": grid.dp * grid.cp, "world": grid.size}
+def step_traffic(
+    sizes: Sizes, grid: RankGrid, row: Sequence[Action] = ()
+) -> dict[tuple[str, str], Total]:
+    """(group, operation) -> calls and bytes of one training step on one rank.
+
+    row: what this rank does in the pipeline's plan; none is needed where pp is 1.
+    """
+    widths = {"tp": grid.tp, "dp_cp": grid.dp * grid.cp, "pp": grid.pp, "world": grid.size}
+    widths["embed"] = min(grid.pp, 2)
     totals: dict[tuple[str, str], Total] = {}
-    for group, op, payload in _calls(sizes, grid.tp):
+    for group, op, payload in (*_calls(sizes, grid.tp), *_transfers(sizes, grid.tp, row)):
         if widths[group] == 1:
             continue
         total = totals.setdefault((group, op), Total())
@@ -80,16 +103,42 @@ def step_traffic(sizes: Sizes, grid: RankGrid) -> dict[tuple[str, str], Total]:
 def _calls(z: Sizes, tp: int) -> Iterator[Call]:
     for _ in range(z.microbatches):
         yield from _batch(z)
-        yield from _embedding(z)
-        for _ in range(z.layers):
-            yield from _layer(z)
-        yield from _unfused_output(z) if z.loss_mode == "unfused" else _fused_output(z, tp)
-    yield "dp_cp", "all_reduce", 2 * 8  # loss and token sums, float64
-    if z.shared_over_tp:
-        yield "tp", "all_reduce", z.shared_over_tp * z.bytes_per_gradient
-    yield "dp_cp", "all_reduce", z.parameters * z.bytes_per_gradient
-    yield "tp", "all_reduce", 8  # the squared norm, float64
+        for stage in z.stages:
+            if stage.first:
+                yield from _embedding(z)
+            for _ in range(stage.layers):
+                yield from _layer(z)
+            if stage.last:
+                unfused = z.loss_mode == "unfused"
+                yield from _unfused_output(z) if unfused else _fused_output(z, tp)
+    for group in ("dp_cp", "pp"):
+        yield group, "all_reduce", 2 * 8  # loss and token sums, float64
+    for stage in z.stages:
+        yield from _gradients(z, stage)
+    for group in ("tp", "pp"):
+        yield group, "all_reduce", 8  # the squared norm, float64
     yield "world", "all_reduce", 8  # stop flag
+
+
+def _gradients(z: Sizes, stage: StageSizes) -> Iterator[Call]:
+    """What other axes share, then all over dp; a table on two stages in a piece of its own."""
+    alone = stage.shared_over_embed
+    for group, count in (
+        ("tp", stage.shared_over_tp),
+        ("embed", alone),
+        ("dp_cp", stage.parameters - alone),
+        ("dp_cp", alone),
+    ):
+        if count:
+            yield group, "all_reduce", count * z.bytes_per_gradient
+
+
+def _transfers(z: Sizes, tp: int, row: Sequence[Action]) -> Iterator[Call]:
+    """One activation or its gradient, this rank's rows of it under sequence parallelism."""
+    payload = _activation(z) // (tp if z.sequence_parallel else 1)
+    for action in row:
+        if action.op in SENDS + RECEIVES:
+            yield "pp", "send" if action.op in SENDS else "recv", payload
 
 
 def _activation(z: Sizes) -> int:
@@ -101,8 +150,9 @@ def _batch(z: Sizes) -> Iterator[Call]:
     rows = z.seq * z.micro_batch
     yield "tp", "broadcast", SIZES_ROW * (z.batch_integers + z.batch_samples)
     yield "tp", "broadcast", 8 * (z.batch_integers * rows + z.batch_samples * z.micro_batch)
-    yield "tp", "broadcast", SIZES_ROW * z.batch_floats
-    yield "tp", "broadcast", 4 * z.batch_floats * rows
+    if z.batch_floats:
+        yield "tp", "broadcast", SIZES_ROW * z.batch_floats
+        yield "tp", "broadcast", 4 * z.batch_floats * rows
 
 
 def _embedding(z: Sizes) -> Iterator[Call]:

@@ -16,7 +16,7 @@ from core.comm import Group
 from core.comm.ledger import Ledger
 from core.grid import RankGrid
 from core.tensor_parallel import output_loss_operands
-from core.traffic import Sizes, step_traffic
+from core.traffic import Sizes, StageSizes, step_traffic
 from core.train import Limits, TrainState, train
 from models.config import GPTConfig
 from models.flops import parameters
@@ -96,10 +96,8 @@ def sizes_of(model: GPTConfig, layout: Layout, dp: int) -> Sizes:
         seq=model.seq_length,
         micro_batch=layout.micro_batch_size,
         hidden=h,
-        layers=layers,
+        stages=(StageSizes(layers, whole + cut // tp, shared_over_tp=shared),),
         microbatches=8 // (layout.micro_batch_size * dp),
-        parameters=whole + cut // tp,
-        shared_over_tp=shared,
         sequence_parallel=layout.sequence_parallel,
         bytes_per_element=model.bytes_per_element,
         bytes_per_loss=model.bytes_per_element,
@@ -185,10 +183,8 @@ def test_a_large_run_on_a_laptop():
         seq=8192,
         micro_batch=1,
         hidden=16384,
-        layers=2,
+        stages=(StageSizes(layers=2, parameters=10**9),),
         microbatches=1,
-        parameters=10**9,
-        shared_over_tp=0,
         bytes_per_element=2,
     )
     totals = step_traffic(sizes, RankGrid.fit(16384, tp=8))
