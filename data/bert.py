@@ -43,6 +43,13 @@ class PairSampler:
     pad: int
     masking: Masking
 
+    @classmethod
+    def of(cls, tokenizer, seq_length: int, **masking) -> PairSampler:
+        """With the special tokens and words of a tokenizer; raises DataError where it has none."""
+        words = tokenizer.word_starts()
+        how = Masking(tokenizer.mask, tokenizer.vocab_size, words, **masking)
+        return cls(seq_length, tokenizer.cls, tokenizer.sep, tokenizer.pad, how)
+
     def room(self, parts: int) -> int:
         """Tokens of text that fit beside the special tokens."""
         return self.seq_length - 1 - parts

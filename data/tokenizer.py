@@ -292,6 +292,14 @@ class NullTokenizer:
     def word_starts(self) -> np.ndarray:
         return np.ones(self.vocab_size, bool)
 
+    def special(self, role: str) -> int:
+        raise DataError(f"NullTokenizer has no {role} token; use a tokenizer with a vocabulary")
+
+    cls = property(lambda self: self.special("cls"))
+    sep = property(lambda self: self.special("sep"))
+    mask = property(lambda self: self.special("mask"))
+    pad = property(lambda self: self.special("pad"))
+
 
 # name -> class, flags it needs in order, flags it can take
 TOKENIZERS = {

@@ -119,6 +119,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="a line that is no record (stop)",
     )
     add("--workers", type=int, default=default_workers(), help="processes (%(default)s here)")
+    add_token_flags(parser)
+    args = parser.parse_args(argv)
+    if args.workers < 1:
+        parser.error(f"--workers {args.workers} is less than 1")
+    return args
+
+
+def add_token_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("tokens").add_argument
     add(
         "--tokenizer-type",
@@ -151,10 +159,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--log-interval", type=int)
     add("--dataset-impl")
     add("--keep-sequential-samples", action="store_true")
-    args = parser.parse_args(argv)
-    if args.workers < 1:
-        parser.error(f"--workers {args.workers} is less than 1")
-    return args
 
 
 def default_workers() -> int:

@@ -12,6 +12,7 @@ from data.gpt import split_documents
 from data.indexed import DataError, IndexedBuilder
 from data.masking import Masking
 from data.mock import MockBertDataset
+from data.tokenizer import build_tokenizer
 
 PAD, CLS, SEP, MASK = range(4)
 
@@ -219,6 +220,18 @@ def test_shorten_takes_from_the_longer_first(a, b, room, data):
         lengths[0 if lengths[0] > lengths[1] else 1] -= 1
     assert [len(first), len(second)] == lengths
     assert (np.diff(first) == 1).all() and (np.diff(second) == 1).all()
+
+
+def test_special_tokens_come_from_the_tokenizer(tmp_path):
+    pytest.importorskip("tokenizers")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "##b"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    tokenizer = build_tokenizer("BertWordPieceCase", vocab_file=str(tmp_path / "vocab.txt"))
+    made = PairSampler.of(tokenizer, 16, prob=0.2)
+    assert (made.cls, made.sep, made.pad, made.masking.mask) == (2, 3, 0, 4)
+    assert made.masking.word_starts.tolist() == [True] * 6 + [False]
+    with pytest.raises(DataError, match="NullTokenizer has no mask token"):
+        PairSampler.of(build_tokenizer("NullTokenizer", vocab_size=9), 16)
 
 
 @pytest.mark.parametrize("binary_head", [True, False])
