@@ -1,0 +1,185 @@
+"""`Stack`: embedding, blocks and final norm as one pipeline stage; what GPT and BERT share.
+
+models.gpt and models.bert derive from it and add an output layer and a loss on the last stage.
+Parameter names are global ("layers.3.mlp.up.weight" wherever layer 3 lives): a checkpoint does not
+depend on the layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from core.pipeline_parallel.stage import Batch, Stage, WireSpec
+from core.process_grid import ProcessGrid
+from core.random import DropoutKeys
+from kernels.bias_gelu import bias_gelu
+from models.config import TransformerConfig
+from models.embedding import Embedding
+from models.transformer import Activation, Block, Build, Context, Norm, rotary_of
+
+
+class Stack(Stage):
+    """Layers `layers` of a model, with the embedding before the first and a norm after the last.
+
+    batch  tokens, position_ids [b, s] int64, sample [b] int64, and what a subclass needs. A stage
+           looks only at what `needs` names
+
+    tied            the output layer uses the word table: the last stage then holds it too
+    token_types     rows of the token-type table (0: none)
+    norm_placement  see Block; after "post" blocks there is no final norm
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        grid: ProcessGrid,
+        *,
+        index: int,
+        count: int,
+        layers: Sequence[int],
+        micro_batch_size: int,
+        sequence_parallel: bool,
+        seed: int,
+        dtype: torch.dtype,
+        tied: bool = True,
+        token_types: int = 0,
+        norm_placement: Literal["pre", "post"] = "pre",
+        causal: bool = True,
+        activation: Activation = bias_gelu,
+    ) -> None:
+        tp = grid.tp
+        sequence_parallel = sequence_parallel and tp.size > 1
+        rows = config.seq_length // (tp.size if sequence_parallel else 1)
+        shape = (rows, micro_batch_size, config.hidden_size)
+        super().__init__(index, count, WireSpec(shape, dtype, grid.device))
+        self.build = build = Build(tp, dtype, grid.device, seed, sequence_parallel)
+        self.tp, self.seed, self.sequence_parallel = tp, seed, sequence_parallel
+        self.vocab_size = config.vocab_size
+        self.padded_size = config.padded_vocab_size(tp.size)
+        self.dropping = config.hidden_dropout > 0 or config.attention_dropout > 0
+        self.tied = tied
+        self.embedding = self._embedding(config, build, token_types)
+        self.rotary = rotary_of(config)
+        options = {
+            "rotary": self.rotary,
+            "norm_placement": norm_placement,
+            "causal": causal,
+            "activation": activation,
+        }
+        self.layers = nn.ModuleDict({str(n): Block(config, n, build, **options) for n in layers})
+        self.final_norm = None
+        if self.is_last and norm_placement == "pre":
+            self.final_norm = Norm(
+                config.normalization, config.hidden_size, config.norm_epsilon, build
+            )
+
+    def _embedding(
+        self, config: TransformerConfig, build: Build, token_types: int
+    ) -> Embedding | None:
+        """On the first stage; a tied last stage of several holds its own copy of the word table,
+        under the same name."""
+        if not (self.is_first or (self.is_last and self.tied)):
+            return None
+        learned = config.position_embedding_type == "learned_absolute"
+        embedding = Embedding(
+            build,
+            vocab_size=config.vocab_size,
+            padded_size=self.padded_size,
+            hidden_size=config.hidden_size,
+            std=config.init_method_std,
+            dropout=config.hidden_dropout,
+            max_positions=config.max_positions if learned and self.is_first else 0,
+            token_types=token_types if self.is_first else 0,
+        )
+        if self.tied and self.count > 1:
+            table = embedding.word.weight
+            table.shard = dataclasses.replace(table.shard, sum_over=("embed",))
+        return embedding
+
+    @property
+    def needs(self) -> set[str]:
+        """Names of the arrays of a batch that this stage looks at, document_ids apart."""
+        names = {"sample"}
+        if self.is_first:
+            names |= {"tokens", "position_ids"}
+        if self.rotary is not None and self.layers:
+            names.add("position_ids")
+        if self.is_last:
+            names |= {"labels", "loss_mask"}
+        return names
+
+    def mask(self, batch: Batch) -> Tensor | None:
+        """[b, 1, s or 1, s] bool: which keys a query sees; None for the plain causal mask."""
+        raise NotImplementedError
+
+    def context(self, batch: Batch) -> Context:
+        """Masks, positions and dropout keys of one microbatch, the same on every stage."""
+        rotary = None
+        if self.rotary is not None and self.layers:
+            rotary = self.rotary.tables(batch["position_ids"].t(), self.wire.dtype)
+        keys = None
+        if self.training and self.dropping:
+            keys = DropoutKeys(self.seed, batch["sample"])
+        rows = self.wire.shape[0]
+        first = self.tp.rank * rows if self.sequence_parallel else 0
+        return Context(rotary, self.mask(batch), keys, first)
+
+    def hidden(self, batch: Batch, activation: Tensor | None) -> Tensor:
+        """Through embedding (first stage), blocks and final norm (last stage): [s or s/t, b, h]."""
+        context = self.context(batch)
+        x = activation
+        if self.is_first:
+            x = self.embedding(
+                batch["tokens"], batch["position_ids"], context, batch.get("token_types")
+            )
+        for block in self.layers.values():
+            x = block(x, context)
+        return x if self.final_norm is None else self.final_norm(x)
+
+
+S = TypeVar("S", bound=Stack)
+
+
+def build_stack(
+    stage: type[S],
+    config: TransformerConfig,
+    grid: ProcessGrid,
+    *,
+    micro_batch_size: int,
+    sequence_parallel: bool,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    placement: Sequence[Sequence[int]] | None = None,
+) -> list[S]:
+    """This rank's stages of a model made of `stage`s, in order.
+
+    placement: the layers of every stage of the whole model; stage c p + r lives on pipeline rank r.
+    The layers built are checked against the layers asked for.
+    """
+    if placement is None:
+        placement = [range(config.num_layers)]
+    placed = [n for layers in placement for n in layers]
+    if placed != list(range(config.num_layers)):
+        raise ValueError(
+            f"the stages hold layers {placed}; a model of --num-layers {config.num_layers} needs "
+            f"each of 0 to {config.num_layers - 1} once, in order"
+        )
+    return [
+        stage(
+            config,
+            grid,
+            index=index,
+            count=len(placement),
+            layers=placement[index],
+            micro_batch_size=micro_batch_size,
+            sequence_parallel=sequence_parallel,
+            seed=seed,
+            dtype=dtype,
+        )
+        for index in range(grid.pp.rank, len(placement), grid.pp.size)
+    ]
