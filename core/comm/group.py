@@ -44,6 +44,10 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
+    def __deepcopy__(self, memo: dict) -> Group:
+        """A copied layer talks to the same ranks: a process group cannot be copied."""
+        return self
+
     @classmethod
     def single(cls, name: str = "single", ledger: Ledger | None = None, rank: int = 0) -> Group:
         """A group of this one process: nothing is ever sent."""
