@@ -30,10 +30,15 @@ def tokenizer_of(config: DataConfig, vocab_size: int | None = None):
     )
 
 
-def vocabulary_of(config: DataConfig) -> int | None:
-    """The tokenizer's vocabulary; None without one, or where it cannot be read."""
+def vocabulary_of(config: DataConfig, vocab_size: int | None = None) -> int | None:
+    """Tokens of the model: --vocab-size, by default the tokenizer's; None where neither is known.
+
+    NullTokenizer, as in Megatron, has an end of document after the --vocab-size tokens.
+    """
+    if vocab_size is not None and not is_null(config):
+        return vocab_size
     try:
-        tokenizer = tokenizer_of(config)
+        tokenizer = tokenizer_of(config, vocab_size)
     except DataError:
         return None
     return None if tokenizer is None else tokenizer.vocab_size
@@ -48,7 +53,8 @@ def tokenizer_problems(config: DataConfig, vocab_size: int | None) -> Iterator[s
     except DataError as error:
         yield str(error)
         return
-    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+    smaller = vocab_size is not None and tokenizer.vocab_size > vocab_size
+    if smaller and not is_null(config):
         yield (
             f"--vocab-size {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} "
             f"tokens; use {tokenizer.vocab_size} or more, or leave it out"
@@ -60,14 +66,17 @@ def is_null(config: DataConfig) -> bool:
 
 
 def gpt_sets(config: DataConfig, seq_length: int, vocab_size: int, seed: int) -> dict:
-    """The splits that hold at least one sample: {"train": …, "valid": …, "test": …}."""
+    """The splits that hold at least one sample: {"train": …, "valid": …, "test": …}.
+
+    vocab_size: of the model
+    """
     if config.mock_data:
         return {
             name: MockGPTDataset(vocab_size, seq_length, seed, split=i)
             for i, name in enumerate(SPLITS)
         }
     prefix = config.data_path[0]
-    tokenizer = tokenizer_of(config, vocab_size)
+    tokenizer = tokenizer_of(config, vocab_size - is_null(config))
     parts = split_documents(config.split, IndexedDataset(prefix).num_documents)
     sets = {}
     for name, documents in zip(SPLITS, parts, strict=True):
