@@ -102,6 +102,7 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
         pipeline_log(config.logging.log_pipeline, grid),
     )
     trainer.open_wires()
+    held_out = inputs.feeds if config.train.eval_iters else {}
     checkpoints = Checkpoints(config.checkpoint, trainer, inputs)
     state = checkpoints.load()
     with (
@@ -112,7 +113,7 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
             metrics.message(line)
         stopped = None
         if config.train.skip_train:
-            evaluate_only(trainer, state, inputs.feeds, config.train.eval_iters, metrics)
+            evaluate_only(trainer, state, held_out, config.train.eval_iters, metrics)
         elif state.iteration >= last:
             metrics.message(f"nothing to do: iteration {state.iteration} of {last} is complete")
         else:
@@ -123,12 +124,12 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
                 limits=limits(config, last),
                 reporter=metrics,
                 save=checkpoints.save if config.checkpoint.save else None,
-                valid=inputs.feeds.get("valid"),
+                valid=held_out.get("valid"),
                 stop_requested=inputs.stop_requested,
                 at_step=inputs.at_step,
             )
-            if stopped is None and "test" in inputs.feeds:
-                test = inputs.feeds["test"]
+            if stopped is None and "test" in held_out:
+                test = held_out["test"]
                 report_evaluation(trainer, state, test, config.train.eval_iters, metrics, "test")
         if config.logging.log_communication:
             totals = grid.ledger.grand_totals()
