@@ -59,20 +59,21 @@ def problems(config: RunConfig) -> Iterator[str]:
         yield from checks.problems(
             config.data.data_path[0],
             model.seq_length,
-            model.vocab_size,
+            model.vocab_size if (model.vocab_size or 0) > 0 else None,
             config.data.split,
             needed=("train", "valid") if evaluates else ("train",),
         )
-    if model.vocab_size is not None:
-        size = 3 * model.bytes_per_element * sum(parameters(model).values())
-        yield from preflight.problems(config.checkpoint, model.identity(), size)
+    # what a broken shape has no answer to is left out; the rest is said in the same message
+    sound = model.vocab_size is not None and not any(model.problems())
+    size = 3 * model.bytes_per_element * sum(parameters(model).values()) if sound else 0
+    yield from preflight.problems(config.checkpoint, model.identity() if sound else None, size)
 
 
 def with_vocabulary(config: RunConfig) -> GPTConfig:
-    """The model's config with the tokenizer's vocabulary where none was given."""
+    """The model's config with its vocabulary, which may be the tokenizer's, filled in."""
     from data.from_flags import vocabulary_of
 
-    size = config.model.vocab_size or vocabulary_of(config.data)
+    size = vocabulary_of(config.data, config.model.vocab_size)
     return dataclasses.replace(config.model, vocab_size=size)
 
 
@@ -132,8 +133,9 @@ def train(config: RunConfig, model: GPTConfig, world: launch.World) -> int:
             flops_per_token=flops_per_token(model),
             facts=[
                 *config.notices,
-                f"{world.size} ranks ({world.rule}): tp {shape.tp} x dp {shape.dp} x pp {shape.pp} "
-                f"on {world.device.split(':')[0]}, backend {world.backend}",
+                f"{world.size} rank{'s' * (world.size > 1)} ({world.rule}): "
+                f"tp {shape.tp} x dp {shape.dp} x pp {shape.pp} on {world.device.split(':')[0]}, "
+                f"backend {world.backend}",
                 f"GPT of {size:,} parameters, {model.num_layers} layers, vocabulary "
                 f"{model.vocab_size:,} padded to {model.padded_vocab_size(shape.tp):,}",
                 *(str(placement).splitlines() if shape.pp > 1 else ()),

@@ -15,10 +15,10 @@ from core.checkpoint.index import Index
 from core.train_config import CheckpointConfig
 
 
-def problems(config: CheckpointConfig, model: dict, bytes_needed: int) -> Iterator[str]:
+def problems(config: CheckpointConfig, model: dict | None, bytes_needed: int) -> Iterator[str]:
     """What keeps a run from loading or saving as asked.
 
-    model         settings that a checkpoint must agree with (the model's identity)
+    model         settings that a checkpoint must agree with (the model's identity); None: unknown
     bytes_needed  size of one checkpoint
     """
     if config.save:
@@ -28,7 +28,7 @@ def problems(config: CheckpointConfig, model: dict, bytes_needed: int) -> Iterat
         yield from _load_problems(config, model)
 
 
-def _load_problems(config: CheckpointConfig, model: dict) -> Iterator[str]:
+def _load_problems(config: CheckpointConfig, model: dict | None) -> Iterator[str]:
     try:
         path = directory.candidates(Path(config.load), config.ckpt_step)[0]
         saved = Index.read(path).meta.get("model", {})
@@ -40,6 +40,6 @@ def _load_problems(config: CheckpointConfig, model: dict) -> Iterator[str]:
     except CheckpointError as error:
         yield f"--load: {error}"
     else:
-        lines = directory.differences(saved, model)
+        lines = [] if model is None else directory.differences(saved, model)
         if lines:
             yield f"--load {config.load} holds another model: " + "; ".join(lines)
