@@ -26,8 +26,9 @@ from types import TracebackType
 from core.launch.place import LaunchError
 from core.launch.status import Status
 
-# Seconds a rank that lost a connection waits to hear who is to blame.
-BLAME_WAIT = 3.0
+# Seconds a rank that lost a connection waits to hear who is to blame: rank 0 needs a beat to notice
+# the question and some more to be sure that a rank does not answer it.
+BLAME_WAIT = 5.0
 # Seconds a victim waits before it leaves, so that launchers see the cause's exit first.
 YIELD = 0.5
 # What torch says, under gloo, NCCL and its store, when it is another process that went away.
@@ -111,6 +112,7 @@ class Reporter:
     alone         a single process: it just prints its traceback, as Python does
     announce      tells the other ranks, through the store, once there is one; False if it is
                   no news
+    ask_around    makes all ranks say where they are, so that a dead one is found
     step          set by the training loop, for the record
     status_dir    gets a status.json that says so when this rank fails
     """
@@ -128,6 +130,7 @@ class Reporter:
         self.parent_tells = parent_tells
         self.alone = alone
         self.announce: Callable[[Failure], bool] | None = None
+        self.ask_around: Callable[[], None] | None = None
         self.step: int | None = None
         self.status_dir: str | Path | None = None
         self._leaving = threading.Lock()  # the first thread that ends this process keeps it
@@ -151,8 +154,10 @@ class Reporter:
             sys.__excepthook__(kind, error, trace)
             return
         if LOST_PEER.search(str(error)):
+            if self.ask_around:
+                self.ask_around()
             self.let_the_cause_speak()
-            failure = replace(failure, victim=True)
+            failure = replace(failure, victim=True, cause="lost contact with another rank")
         _tell_torchrun(error)
         self.fail(failure)
 

@@ -76,3 +76,23 @@ def parse_time_left(text: str) -> float | None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def parse_time_limit(text: str) -> float | None:
+    """Seconds in what sbatch's --time takes; None if it takes no such thing.
+
+    minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]
+
+    >>> parse_time_limit("2"), parse_time_limit("4:00:00"), parse_time_limit("1-12")
+    (120.0, 14400.0, 129600.0)
+    """
+    days, dash, rest = text.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdecimal() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
+        return None
+    numbers = [int(part) for part in parts]
+    if dash or len(numbers) == 3:
+        hours, minutes, seconds = (numbers + [0, 0])[:3]
+    else:
+        hours, minutes, seconds = 0, *(numbers + [0])[:2]
+    return float(((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -39,7 +39,7 @@ BEAT = 1.0
 BEATS_A_SECOND = 2000  # of all ranks together, for the store's sake
 SILENCE = 10.0  # seconds without a sign of life
 LONE_SILENCE = 60.0  # the same for the only rank of a host, which may just be busy
-ANSWER_WAIT = 3.0  # for all ranks to say where they are
+ANSWER_WAIT = 2.5  # for all ranks to say where they are
 LINGER = 1.0  # how long a failed owner of the store waits for the others to have read why
 DONE = b"done"
 FOREVER = timedelta(days=30)
@@ -111,6 +111,7 @@ class Watch:
 
     def start(self) -> Watch:
         self._reporter.announce = self.announce
+        self._reporter.ask_around = self.ask_around
         self._threads = [
             threading.Thread(target=self._listen, args=(self._store.clone(),), daemon=True),
             threading.Thread(target=self._pulse, args=(self._store.clone(),), daemon=True),
@@ -129,7 +130,7 @@ class Watch:
             self._store.compare_set(self._key("end"), b"", DONE)
         self._over.wait(seconds)
         self._over.set()
-        self._reporter.announce = None
+        self._reporter.announce = self._reporter.ask_around = None
         for thread in self._threads:
             thread.join(LINGER)
         self._say_goodbye(seconds)
@@ -143,6 +144,11 @@ class Watch:
         except RuntimeError:
             return True  # the store is gone, and that ends all others too
         return first == text
+
+    def ask_around(self) -> None:
+        """Makes every rank say where it is; rank 0 names one that does not."""
+        with suppress(RuntimeError):  # the store is gone, and its owner is to blame
+            self._store.add(self._key("question"), 1)
 
     def _say_goodbye(self, seconds: float) -> None:
         """The owner of the store leaves last, the others at once."""
@@ -201,10 +207,10 @@ class Watch:
             try:
                 store.add(self._key(f"beat/{self._circle.me.rank}"), 1)
                 self._answered = time.monotonic()
-                self._answer(store)
+                asked = self._answer(store)
                 if self._circle.everyone:
                     self._check_hosts(store, seen)
-                    self._check_hang(store)
+                    self._check_answers(store, asked)
             except RuntimeError:
                 self._store_is_gone("closed its connections")
                 return
@@ -226,36 +232,49 @@ class Watch:
             if all(now - seen[process.rank][1] > limit for process in there):
                 self._declare(there[0], f"no sign of life from its host for {limit:g} s")
 
-    def _answer(self, store: Any) -> None:
-        """Tells rank 0, when it has asked, where this rank is; all stacks go to a file."""
+    def _answer(self, store: Any) -> bool:
+        """Says where this rank is if somebody has asked; all stacks go to a file."""
         question = store.add(self._key("question"), 0)
         still = self._progress.still()
         if question <= self._question:
-            return
+            return False
         self._question, rank = question, self._circle.me.rank
         answer = {**self._progress.answer(), "still": still}
         store.set(self._key(f"answer/{question}/{rank}"), json.dumps(answer))
         for folder in self._reporter.folders:
             with suppress(OSError):
                 Path(folder, f"hang.rank{rank}.txt").write_text(all_stacks())
+        return True
 
-    def _check_hang(self, store: Any) -> None:
-        """On rank 0: asks everybody when nothing has moved for long, and judges the answers."""
+    def _check_answers(self, store: Any, asked: bool) -> None:
+        """On rank 0: judges the answers when a rank has asked, or when nothing moves for long."""
         limit, now = self._progress.limit(), time.monotonic()
-        if self._progress.still() < limit or now - self._asked < limit / 2:
+        hung = self._progress.still() > limit and now - self._asked > limit / 2
+        if not (asked or hung):
             return
-        self._asked, question = now, store.add(self._key("question"), 1)
-        self._answer(store)
+        self._asked = now
+        if not asked:
+            store.add(self._key("question"), 1)
+            self._answer(store)
+        answers = self._gather(store, self._question)
+        everyone = self._circle.everyone
+        silent = [process for process in everyone if process.rank not in answers]
+        verdict = judge(answers, self._circle.size, limit) if hung else None
+        if self._over.is_set():
+            return
+        if verdict is not None:
+            culprit = everyone[verdict.culprit]
+            self._declare(culprit, verdict.cause, verdict.report, verdict.step)
+        elif silent and asked:
+            self._declare(silent[0], "died without a word, or is cut off")
+
+    def _gather(self, store: Any, question: int) -> dict[int, dict]:
+        """The answers by rank, of those ranks that answer within ANSWER_WAIT."""
         keys = {r: self._key(f"answer/{question}/{r}") for r in range(self._circle.size)}
-        deadline = now + ANSWER_WAIT
+        deadline = time.monotonic() + ANSWER_WAIT
         while not store.check(list(keys.values())) and time.monotonic() < deadline:
             time.sleep(0.05)
-        answers = {r: json.loads(store.get(key)) for r, key in keys.items() if store.check([key])}
-        verdict = judge(answers, self._circle.size, limit)
-        if verdict is None or self._over.is_set():
-            return
-        culprit = self._circle.everyone[verdict.culprit]
-        self._declare(culprit, verdict.cause, verdict.report, verdict.step)
+        return {r: json.loads(store.get(key)) for r, key in keys.items() if store.check([key])}
 
     # ---- the look-out -----------------------------------------------------------------------
 

@@ -168,10 +168,18 @@ def launch(
         if code not in GOOD_EXITS and world.watch:
             cause = f"left with exit code {code}"
             world.reporter.fail(Failure(world.rank, cause, step=world.reporter.step), code)
-        stop(world)
+        _leave_in_order(world)
         raise
-    finally:
-        world.signals.remove()
+    except BaseException:
+        # Of several ranks, none may die of TERM before it has told, or heard, who is to blame.
+        if world.watch is None:
+            world.signals.remove()
+        raise
+    _leave_in_order(world)
+
+
+def _leave_in_order(world: World) -> None:
+    world.signals.remove()
     stop(world)
 
 

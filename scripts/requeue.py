@@ -1,0 +1,101 @@
+"""After a run under SLURM: shall the job go on? Called by the batch scripts.
+
+    python scripts/requeue.py --save checkpoints --exit-code $code && scontrol requeue $SLURM_JOB_ID
+
+Exit code 0: yes. It reads what the run left in `--save` (status.json, the newest checkpoint) and
+keeps a list of the runs so far in requeue.json there. A run that was stopped, or that failed, goes
+on from its checkpoint; bad input never does, and three runs in a row that saved nothing new end it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from core.checkpoint.directory import iteration_of, latest
+from core.launch.status import Status, read_status
+
+HISTORY = "requeue.json"
+PATIENCE = 3  # runs in a row without a new checkpoint
+BAD_INPUT = 2
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a job, as requeue.json lists it. `step` is the newest checkpoint's after it."""
+
+    job: str
+    restart: int
+    outcome: str
+    reason: str
+    step: int
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--save", required=True, type=Path, help="the run's --save folder")
+    parser.add_argument("--exit-code", required=True, type=int, help="what srun returned")
+    args = parser.parse_args(argv)
+    history = read_history(args.save)
+    run = this_run(args.save, args.exit_code)
+    again, why = decide(run, history)
+    args.save.mkdir(parents=True, exist_ok=True)
+    (args.save / HISTORY).write_text(json.dumps([asdict(r) for r in [*history, run]], indent=1))
+    print(f"{'requeue' if again else 'no requeue'}: {why}")
+    return 0 if again else 1
+
+
+def decide(run: Run, history: list[Run]) -> tuple[bool, str]:
+    """Whether to start again, and why."""
+    if run.outcome == "complete":
+        return False, f"complete at step {run.step}"
+    if run.outcome == "bad input":
+        return False, "the input was refused, and will be again"
+    idle = 0
+    for earlier in reversed(history):
+        if earlier.step != run.step:
+            break
+        idle += 1
+    if run.step == 0 and not history:
+        idle = 1  # the first run has saved nothing
+    if idle >= PATIENCE:
+        return False, f"{run.outcome} ({run.reason}); no new checkpoint in {idle} runs, giving up"
+    return True, f"{run.outcome} ({run.reason}), goes on from step {run.step}"
+
+
+def this_run(save: Path, exit_code: int) -> Run:
+    """The run that has just ended; what it could not write itself is concluded."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    status = read_status(save)
+    if status is None or (status.job, status.restart) != (job, restart):
+        status = Status("failed", f"ended before all ranks had met, exit code {exit_code}")
+    elif status.outcome == "running":
+        status = Status("failed", f"killed, exit code {exit_code}")
+    outcome = "bad input" if exit_code == BAD_INPUT else status.outcome
+    return Run(job, restart, outcome, status.reason, newest_step(save))
+
+
+def newest_step(save: Path) -> int:
+    """The iteration of the checkpoint that the next run will load; 0 if there is none."""
+    name = latest(save)
+    return (iteration_of(name) or 0) if name else 0
+
+
+def read_history(save: Path) -> list[Run]:
+    try:
+        return [Run(**entry) for entry in json.loads((save / HISTORY).read_text())]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+if __name__ == "__main__":
+    sys.exit(main())
