@@ -170,7 +170,7 @@ def _header(job: Job) -> list[str]:
     # Under torchrun SLURM starts one task a node; it forwards TERM to its workers, USR1 kills it.
     by_srun = job.launcher == "srun"
     options = [
-        f"--job-name={job.name}",
+        f"--job-name={shlex.quote(job.name)}",
         f"--nodes={job.nodes}",
         f"--ntasks-per-node={job.tasks if by_srun else 1}",
         *([f"--gpus-per-node={job.gpus}"] if job.gpus else []),
@@ -180,7 +180,7 @@ def _header(job: Job) -> list[str]:
         "--requeue" if job.requeue else "--no-requeue",
         "--open-mode=append",
         "--wait-all-nodes=1",
-        f"--output={job.folder}/%x-%j.log",
+        f"--output={shlex.quote(f'{job.folder}/%x-%j.log')}",
         *job.extra,
     ]
     return ["#!/bin/bash", *(f"#SBATCH {option}" for option in options)]

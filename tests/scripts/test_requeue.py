@@ -1,0 +1,74 @@
+"""After a run: goes on from what was saved, never in circles."""
+
+import json
+
+import pytest
+
+from core.launch.status import Status
+from scripts import requeue
+from scripts.requeue import Run, decide
+
+
+def run(outcome: str, step: int) -> Run:
+    return Run("812", 0, outcome, "SIGUSR1", step)
+
+
+@pytest.mark.parametrize(
+    ("steps", "outcome", "step", "again"),
+    [
+        ([], "stopped", 100, True),
+        ([100, 200], "stopped", 300, True),
+        ([], "complete", 100, False),
+        ([100], "bad input", 100, False),
+        ([], "failed", 0, True),  # a node may have been bad
+        ([0, 0], "failed", 0, True),
+        ([0, 0, 0], "failed", 0, False),  # a crash at the start must not loop
+        ([100, 200, 200, 200], "stopped", 200, False),  # a limit too short for one save
+        ([100, 100, 200], "failed", 300, True),
+    ],
+)
+def test_decisions(steps, outcome, step, again) -> None:
+    history = [run("stopped", earlier) for earlier in steps]
+    assert decide(run(outcome, step), history)[0] is again
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """`job(status, exit_code)` is one run of job 812; returns what the script says and its code."""
+    restarts = iter(range(100))
+
+    def end(status: str | None, code: int, step: int = 0) -> int:
+        restart = next(restarts)
+        monkeypatch.setenv("SLURM_JOB_ID", "812")
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
+        if status:
+            Status(status, "why", job="812", restart=restart).write(tmp_path)
+        if step:
+            (tmp_path / "latest").write_text(f"iter_{step:07d}")
+        return requeue.main(["--save", str(tmp_path), "--exit-code", str(code)])
+
+    return end
+
+
+def test_a_run_is_followed_through_its_restarts(job, tmp_path, capsys) -> None:
+    assert job("stopped", 85, step=40) == 0
+    assert "goes on from step 40" in capsys.readouterr().out
+    assert job("running", 143) == 0  # killed
+    assert "killed, exit code 143" in capsys.readouterr().out
+    assert job("complete", 0, step=100) == 1
+    listed = json.loads((tmp_path / "requeue.json").read_text())
+    assert [(entry["outcome"], entry["step"]) for entry in listed] == [
+        ("stopped", 40), ("failed", 40), ("complete", 100)
+    ]  # fmt: skip
+
+
+def test_a_run_that_never_met_is_not_taken_for_the_one_before(job, capsys) -> None:
+    """Its status.json is still the previous restart's."""
+    job("stopped", 85, step=40)
+    capsys.readouterr()
+    job(None, 1)
+    assert "ended before all ranks had met" in capsys.readouterr().out
+
+
+def test_bad_input_is_not_tried_again(job) -> None:
+    assert job("running", 2) == 1
