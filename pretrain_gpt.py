@@ -84,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if place.children:
         return launch.supervise(place, argv)
     model = with_vocabulary(config)
-    with launch.launch(place, config.launch, fingerprint=fingerprint(config)) as world:
+    save = config.checkpoint.save
+    with launch.launch(place, config.launch, fingerprint(config), status_dir=save) as world:
         return train(config, model, world)
 
 
@@ -145,7 +146,9 @@ def train(config: RunConfig, model: GPTConfig, world: launch.World) -> int:
             progress_bar=sys.stderr.isatty(),
         ),
     )
-    return launch.STOPPED if stopped is not None and not stopped.planned else 0
+    resumable = stopped is not None and not stopped.planned
+    world.report("stopped" if resumable else "complete", stopped.why if stopped else "")
+    return launch.STOPPED if resumable else 0
 
 
 def feeds(config: RunConfig, model: GPTConfig, grid, needs: set[str]):
