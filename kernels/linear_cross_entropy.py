@@ -25,6 +25,7 @@ Read in this order: `LossTerms`, `TokenStats`, `TokenGradient`, `TorchLogits`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -390,9 +391,21 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out += a @ b, likewise; the sum is never rounded to the operands' type."""
-    if a.dtype == out.dtype:
-        out.addmm_(a, b)
-    elif a.is_cuda:
+    if a.dtype == out.dtype or not a.is_cuda:
+        out.addmm_(a.to(out.dtype), b.to(out.dtype))
+    elif _adds_to_wider_sum(a.device):
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
-        out.addmm_(a.to(out.dtype), b.to(out.dtype))
+        for part, rows in zip(out.split(4096), a.split(4096), strict=True):
+            part.add_(torch.mm(rows, b, out_dtype=out.dtype))
+
+
+@functools.cache
+def _adds_to_wider_sum(device: torch.device) -> bool:
+    """Whether this torch adds a bf16 product to a float32 matrix in one call; older ones refuse."""
+    out, a = torch.zeros(16, 16, device=device), torch.zeros(16, 16, device=device).bfloat16()
+    try:
+        torch.addmm(out, a, a, out_dtype=out.dtype, out=out)
+    except RuntimeError:
+        return False
+    return True

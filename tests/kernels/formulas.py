@@ -61,7 +61,7 @@ def gradients(function, *operands):
     out = function(*given)
     outs = out if isinstance(out, tuple) else (out,)
     make = torch.Generator().manual_seed(7)
-    above = [torch.randn(o.shape, generator=make, dtype=torch.float64).to(o.dtype) for o in outs]
+    above = [torch.randn(o.shape, generator=make, dtype=torch.float64).to(o) for o in outs]
     wanted = [x for x in given if torch.is_tensor(x) and x.requires_grad]
     grads = torch.autograd.grad(outs, wanted, above)
     return [*(o.detach() for o in outs), *grads]

@@ -26,6 +26,10 @@ def normal(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+def mask_for(x, masked):
+    return MASK.to(x.device) if masked else None
+
+
 ANGLE = normal(S, B, 4)
 CASES = {
     "layer_norm": (layer_norm, formulas.layer_norm, [normal(S, B, H), normal(H), normal(H)]),
@@ -56,12 +60,12 @@ CASES = {
         [normal(S, B, H), normal(H), normal(S, B, H), KEYS, 0.3],
     ),
     "dropout_add": (
-        lambda x, r: bias_dropout_add(x, None, r, KEYS, 0.3),
-        lambda x, r: formulas.bias_dropout_add(x, 0.0, r, KEYS, 0.3),
+        lambda x, r: bias_dropout_add(x, None, r, KEYS.to(x.device), 0.3),
+        lambda x, r: formulas.bias_dropout_add(x, 0.0, r, KEYS.to(x.device), 0.3),
         [normal(S, B, H), normal(S, B, H)],
     ),
     "bias_add": (
-        lambda x, b, r: bias_dropout_add(x, b, r, KEYS, 0.0),
+        lambda x, b, r: bias_dropout_add(x, b, r, KEYS.to(x.device), 0.0),
         lambda x, b, r: x + b + r,
         [normal(S, B, H), normal(H), normal(S, B, H)],
     ),
@@ -79,10 +83,10 @@ for interleaved in (False, True):
             [normal(S, B, 2, width)],
         )
 for causal in (False, True):
-    for mask in (None, MASK):
-        CASES[f"softmax {causal=} masked={mask is not None}"] = (
-            lambda x, c=causal, m=mask: scaled_masked_softmax(x, m, 0.3, c),
-            lambda x, c=causal, m=mask: formulas.masked_softmax(x, m, 0.3, c),
+    for masked in (False, True):
+        CASES[f"softmax {causal=} {masked=}"] = (
+            lambda x, c=causal, m=masked: scaled_masked_softmax(x, mask_for(x, m), 0.3, c),
+            lambda x, c=causal, m=masked: formulas.masked_softmax(x, mask_for(x, m), 0.3, c),
             [normal(2, 4, 6, 7) * 5],
         )
 
