@@ -16,9 +16,10 @@ from typing import Protocol
 import torch
 
 from core.batch_schedule import BatchSchedule
-from core.comm import Group, all_reduce_, gather_objects
+from core.comm import Group, all_reduce_
 from core.data_parallel.buckets import DataParallel
 from core.feed import Feed
+from core.not_finite import describe
 from core.optimizer.adam import Optimizer
 from core.optimizer.schedule import Schedule
 from core.pipeline_parallel.actions import Action, Op
@@ -50,7 +51,7 @@ class TrainState:
     iteration          steps of all runs together
     consumed_samples   the one owner of progress
     updates            steps that changed the weights (Adam's count)
-    skipped            steps without an update: no token was kept, or a gradient was not finite
+    skipped            steps without an update, since no token was kept
     """
 
     iteration: int = 0
@@ -123,7 +124,7 @@ class Trainer:
             sums = self._reduce(result)
             loss = sums["loss"] / sums["tokens"] if sums["tokens"] else 0.0
             if not math.isfinite(loss):
-                self._stop_for(result, batches, state.iteration + 1, loss)
+                self._stop("loss", loss, state.iteration + 1, result, batches)
             # 2. gradients that other ranks share: norms over tp, tied table over embed, all over dp
             self.replicas.sum_gradients()
         # 3. norm and clip, update
@@ -131,6 +132,8 @@ class Trainer:
             stats = self.optimizer.step(
                 values.learning_rate, values.weight_decay, sums["tokens"]
             )
+        if not math.isfinite(stats.grad_norm):
+            self._stop("gradient norm", stats.grad_norm, state.iteration + 1, result, batches)
         state.iteration += 1
         state.consumed_samples += batch_size
         state.updates += stats.updated
@@ -175,36 +178,19 @@ class Trainer:
             all_reduce_(vector, group, tag="loss")
         return dict(zip(names, vector.tolist(), strict=True))
 
-    def _stop_for(
-        self, result: StepResult, batches: _Remembered, iteration: int, loss: float
+    def _stop(
+        self, what: str, value: float, iteration: int, result: StepResult, batches: _Remembered
     ) -> None:
-        """Raise one error on all ranks, naming ranks, samples and tensors that are not finite."""
-        mine = {
-            "microbatches": {
-                str(m): batches.samples[m]
-                for m, total in result.by_microbatch.items()
-                if not math.isfinite(total.item())
-            },
-            "parameters": [
-                name
-                for buffer in self.replicas.buffers
-                for name, param in buffer.by_name.items()
-                if not bool(torch.isfinite(param).all())
-            ],
+        """Raise one error on all ranks: a step that cannot be made, and who is to blame."""
+        samples = {
+            m: batches.samples[m]
+            for m, total in result.by_microbatch.items()
+            if not math.isfinite(total.item())
         }
-        found = gather_objects(mine, self.grid.world, tag="stop.not_finite")
-        lines = [f"the loss of iteration {iteration} is {loss}; nothing was updated or saved"]
-        for rank, report in enumerate(found):
-            if report["parameters"]:
-                names = report["parameters"]
-                lines.append(
-                    f"rank {rank}: {len(names)} parameters are not finite, first {names[0]}"
-                )
-            for m, samples in report["microbatches"].items():
-                lines.append(
-                    f"rank {rank}: microbatch {m}, samples {', '.join(map(str, samples))}"
-                )
-        raise TrainingStopped("\n  ".join(lines))
+        text = f"the {what} of iteration {iteration} is {value}; nothing was updated or saved"
+        world, replicas = self.grid.world, self.replicas
+        text = describe(text, world, replicas, samples, gradients=what != "loss")
+        raise TrainingStopped(text)
 
 
 def one_rank_row(microbatches: int, forward_only: bool) -> list[Action]:
