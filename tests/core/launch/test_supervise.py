@@ -14,7 +14,7 @@ from core.launch import find_here
 from core.launch.failure import Failure, describe_exit, read_failures
 
 ROOT = Path(__file__).resolve().parents[3]
-PROGRAM = [sys.executable, "-W", "error", str(Path(__file__).with_name("program.py"))]
+PROGRAM = [sys.executable, "-W", "error", str(ROOT / "scripts" / "chaos_program.py")]
 
 
 def clean_environ(**more: str) -> dict[str, str]:

@@ -1,8 +1,12 @@
-"""What the launch tests start: a program that finds its place, steps, and fails as it is told.
+"""A program that starts like a training run, steps, and fails as it is told.
 
-Run as a script, under python, --nproc or torchrun; `--light` leaves torch and the world out, so
-that it starts in a moment.
+    python scripts/chaos_program.py --nproc 2 --culprit 1 --how raise
+
+For scripts/chaos.py and the launch tests; runs under python, --nproc, torchrun and srun. Every step
+is one collective. `--light` leaves torch and the other ranks out, so that it starts in a moment.
 """
+
+from __future__ import annotations
 
 import argparse
 import os
@@ -11,10 +15,13 @@ import sys
 import time
 from pathlib import Path
 
-from core.launch import STOPPED, LaunchError, find_here, launch, refuse, supervise
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from core.launch import STOPPED, LaunchError, Place, find_here, launch, refuse, supervise
 from core.train_config import LaunchConfig
 
 FAILING_STEP = 2
+HOWS = ("raise", "refuse", "exit", "_exit", "kill", "stop", "sleep")
 
 
 def misbehave(how: str) -> None:
@@ -34,7 +41,7 @@ def misbehave(how: str) -> None:
         time.sleep(1000)
 
 
-def run_light(place, args) -> int:
+def run_light(place: Place, args: argparse.Namespace) -> int:
     """Steps of 10 ms that nobody waits for."""
     print(f"pid {os.getpid()} of rank {place.rank}", flush=True)
     for step in range(args.steps):
@@ -44,7 +51,8 @@ def run_light(place, args) -> int:
     return args.code
 
 
-def run(place, args) -> int:
+def run(place: Place, args: argparse.Namespace) -> int:
+    """Steps until done or asked to stop; --ready gets a file with each rank's process id."""
     settings = LaunchConfig(
         rendezvous_timeout_seconds=args.rendezvous,
         log_dir=args.log_dir,
@@ -59,7 +67,7 @@ def run(place, args) -> int:
         for step in range(args.steps):
             world.at_step(step)
             if args.ready and step == 1:
-                Path(args.ready, str(world.rank)).touch()
+                Path(args.ready, str(world.rank)).write_text(str(os.getpid()))
             if step == FAILING_STEP and world.rank == args.culprit:
                 misbehave(args.how)
             stop = torch.tensor([float(world.stop_requested() is not None)])
@@ -74,12 +82,14 @@ def run(place, args) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--nproc")
     parser.add_argument("--light", action="store_true")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--culprit", type=int, default=-1)
-    parser.add_argument("--how", default="")
+    parser.add_argument("--how", choices=HOWS)
     parser.add_argument("--code", type=int, default=0)
     parser.add_argument("--rendezvous", type=float, default=60)
     parser.add_argument("--hang", type=float)
