@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from core.comm import Group
 from core.data_parallel.buckets import DataParallel
-from core.data_parallel.layout import Slot
 from core.optimizer.clip import clip_factor, gradient_square_sum
 from core.optimizer.config import OptimizerConfig
 
@@ -61,12 +60,6 @@ OPTIMIZERS = {
 }
 
 
-def _key(slot: Slot) -> tuple[bool, bool]:
-    """What is updated as one tensor. A table that two stages hold starts its own on both, so that
-    its elements meet the same vector instructions."""
-    return slot.shard.decay, "embed" in slot.shard.sum_over
-
-
 class Optimizer:
     """Steps all stages of this rank.
 
@@ -88,7 +81,7 @@ class Optimizer:
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         states: list[tuple[nn.Parameter, dict[str, Tensor]]] = []
         for buffer, state in zip(replicas.buffers, self._state, strict=True):
-            for (decays, _), start, stop in buffer.layout.runs(_key):
+            for decays, start, stop in buffer.layout.runs(lambda slot: slot.shard.decay):
                 flat = nn.Parameter(buffer.params[start:stop])
                 flat.grad = buffer.grads[start:stop]
                 groups[decays].append(flat)
