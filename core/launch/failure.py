@@ -107,7 +107,8 @@ def describe_exit(code: int) -> str:
 class Reporter:
     """This rank's last words: a sys.excepthook.
 
-    folders       where records go; the first one is where others' are looked for
+    folders       where records go; the first one is where others' are looked for, often where a
+                  parent on this machine writes, seldom where it may be a cluster's file system
     parent_tells  the --nproc parent will print the traceback from the record
     alone         a single process: it just prints its traceback, as Python does
     announce      tells the other ranks, through the store, once there is one; False if it is
@@ -126,7 +127,7 @@ class Reporter:
         alone: bool = False,
     ) -> None:
         self.rank = rank
-        self.folders = folders
+        self.folders = list(folders)
         self.parent_tells = parent_tells
         self.alone = alone
         self.announce: Callable[[Failure], bool] | None = None
@@ -215,7 +216,7 @@ class Reporter:
                 first = next(iter(read_failures(folder)), None)
                 if first is not None and not first.victim and first.rank != self.rank:
                     self.yield_to(first)
-            time.sleep(0.1)
+            time.sleep(0.1 if self.parent_tells else 1.0)
 
 
 def refuse(error: LaunchError) -> None:

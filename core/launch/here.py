@@ -34,12 +34,11 @@ def find_here(nproc: str | int | None = None) -> Place:
     return place
 
 
-def reporter_for(place: Place, *folders: str) -> Reporter:
-    """A Reporter that writes into these folders and, first, into the --nproc parent's."""
-    told = [os.environ[RECORDS]] if RECORDS in os.environ else []
+def reporter_for(place: Place) -> Reporter:
+    """A Reporter that writes into the folder that the --nproc parent or a batch script has made."""
     return Reporter(
         place.rank,
-        [*told, *folders],
+        [os.environ[RECORDS]] if RECORDS in os.environ else [],
         parent_tells=PARENT in os.environ,
         alone=place.size == 1,
     )

@@ -76,6 +76,11 @@ class World:
         """Why this rank should stop: a signal's name, the time limit; or None. One is enough."""
         return self.signals.poll(self.progress.longest)
 
+    def has_terminal(self) -> bool:
+        """Whether somebody watches this rank's stderr on a screen that can redraw a line."""
+        dumb = os.environ.get("TERM", "dumb") == "dumb" or "SLURM_JOB_ID" in os.environ
+        return self.rank == 0 and sys.stderr.isatty() and not dumb
+
     def at_step(self, step: int) -> None:
         """Says that `step` begins, for failure records, the time limit and the hang watch."""
         self.reporter.step = step
@@ -103,13 +108,14 @@ def start(place: Place, settings: Settings, fingerprint: Mapping[str, str] | Non
     from core.comm import Group, Ledger
 
     backend, device = _device(settings.distributed_backend, place)
-    reporter = reporter_for(place, *_prepare_logs(place, settings.log_dir))
+    reporter = reporter_for(place)
     reporter.install()
     where = (place.rank, place.size, place.local_rank, place.local_size, device, place.rule)
     signals, ledger = _stop_signal(place, settings.exit_signal), Ledger()
     minutes = settings.distributed_timeout_minutes
     progress = Progress(ledger, settings.hang_timeout_seconds, 60 * minutes)
     if place.size == 1:
+        _start_log(reporter, settings.log_dir)
         return World(*where, "none", Group.single("world", ledger), reporter, signals, progress)
     progress.members = {"world": range(place.size)}
     seconds = settings.rendezvous_timeout_seconds
@@ -119,6 +125,7 @@ def start(place: Place, settings: Settings, fingerprint: Mapping[str, str] | Non
     circle = circle_of(store, prefix, place, processes, served_here)
     silence = settings.heartbeat_seconds
     watch = Watch(store, prefix, circle, reporter, progress, silence=silence).start()
+    _start_log(reporter, settings.log_dir)  # not before: of all ranks that cannot, one says so
     handle = _start_torch(place, store, f"{prefix}/group", backend, device, minutes)
     reporter.install()  # once more: torch has put a hook of its own in front
     group = Group("world", tuple(range(place.size)), place.rank, ledger, handle)
@@ -190,16 +197,16 @@ def _exit_code(error: SystemExit) -> int:
     return int(error.code or 0)
 
 
-def _prepare_logs(place: Place, log_dir: str | None) -> list[str]:
-    """Starts this rank's log file; returns the folders that get failure records for good."""
+def _start_log(reporter: Reporter, log_dir: str | None) -> None:
+    """Starts this rank's log file; failure records go beside it."""
     if log_dir is None:
-        return []
+        return
     try:
         Path(log_dir).mkdir(parents=True, exist_ok=True)
-        tee_output(Path(log_dir) / f"rank_{place.rank:04d}.log")
+        tee_output(Path(log_dir) / f"rank_{reporter.rank:04d}.log")
     except OSError as error:
         raise LaunchError(f"--log-dir {log_dir} cannot be written: {error.strerror}") from None
-    return [log_dir]
+    reporter.folders.append(log_dir)
 
 
 def _stop_signal(place: Place, more: str | None) -> StopSignal:

@@ -109,6 +109,13 @@ def test_bad_input_found_by_one_rank_is_said_once() -> None:
     assert err == "[rank 1] error: --data-path x.bin: no such file\n"
 
 
+def test_a_log_folder_that_cannot_be_is_said_once(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    code, _, err = run("--nproc", "2", "--log-dir", str(tmp_path / "file"))
+    assert code == 2
+    assert re.fullmatch(r"(\[rank 1\] )?error: --log-dir .*file cannot be written: .*\n", err)
+
+
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path) -> None:
     process = start("--nproc", "2", "--steps", "100000", "--ready", str(tmp_path))
     while len(list(tmp_path.iterdir())) < 2:
