@@ -12,20 +12,25 @@ group exists.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from core import launch
-from core.checkpoint import preflight
-from core.config import parse, recipe
-from core.config_record import fingerprint, to_json
+from core import start
+from core.config import recipe
+from core.config_record import to_json
 from core.grid import ParallelConfig
-from core.layout_checks import run_problems
 from core.optimizer.config import OptimizerConfig
 from core.train_config import CheckpointConfig, LaunchConfig, LoggingConfig, TrainConfig
-from data.config import DataConfig
+from data.config import GPTDataConfig
 from models.config import GPTConfig
 from models.flops import flops_per_token, parameters
+
+if TYPE_CHECKING:
+    from core.launch import World
+    from core.process_grid import ProcessGrid
+    from core.run import Data
 
 
 @recipe
@@ -33,7 +38,7 @@ from models.flops import flops_per_token, parameters
 class RunConfig:
     model: GPTConfig
     parallel: ParallelConfig
-    data: DataConfig
+    data: GPTDataConfig
     optimizer: OptimizerConfig
     train: TrainConfig
     checkpoint: CheckpointConfig
@@ -43,139 +48,100 @@ class RunConfig:
 
 def problems(config: RunConfig) -> Iterator[str]:
     """What the sections cannot see on their own: ranks, tokenizer, files."""
-    from data import checks, from_flags
+    from data import flag_checks
 
-    sections = (config.model, config.parallel, config.data, config.optimizer, config.train)
-    try:
-        place = launch.find_here(config.launch.nproc)
-    except launch.LaunchError as error:
-        yield str(error)
-    else:
-        yield from run_problems(*sections, max(place.children, place.size))
-    yield from from_flags.tokenizer_problems(config.data, config.model.vocab_size)
     model = with_vocabulary(config)
-    evaluates = config.train.eval_interval is not None and config.train.eval_iters > 0
-    if config.data.data_path and len(config.data.data_path) == 1:
-        yield from checks.problems(
-            config.data.data_path[0],
-            model.seq_length,
-            model.vocab_size if (model.vocab_size or 0) > 0 else None,
-            config.data.split,
-            needed=("train", "valid") if evaluates else ("train",),
-        )
-    # what a broken shape has no answer to is left out; the rest is said in the same message
-    sound = model.vocab_size is not None and not any(model.problems())
-    size = 3 * model.bytes_per_element * sum(parameters(model).values()) if sound else 0
-    yield from preflight.problems(config.checkpoint, model.identity() if sound else None, size)
+    vocab_size = model.vocab_size if (model.vocab_size or 0) > 0 else None
+    at_intervals = config.train.eval_interval is not None and evaluates(config)
+    yield from start.rank_problems(config)
+    yield from flag_checks.tokenizer_problems(config.data, config.model.vocab_size)
+    yield from flag_checks.data_problems(
+        config.data, model.seq_length, vocab_size, evaluates=at_intervals
+    )
+    yield from start.checkpoint_problems(config, model, parameters)
+
+
+def evaluates(config: RunConfig) -> bool:
+    return config.train.eval_iters > 0 or config.data.full_validation
 
 
 def with_vocabulary(config: RunConfig) -> GPTConfig:
     """The model's config with its vocabulary, which may be the tokenizer's, filled in."""
-    from data.from_flags import vocabulary_of
+    from data.flag_checks import vocabulary_of
 
     size = vocabulary_of(config.data, config.model.vocab_size)
     return dataclasses.replace(config.model, vocab_size=size)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else list(argv)
-    config = parse(RunConfig, argv, checks=[problems], report=is_first_rank())
-    place = launch.find_here(config.launch.nproc)
-    if place.children:
-        return launch.supervise(place, argv)
-    model = with_vocabulary(config)
-    save = config.checkpoint.save
-    with launch.launch(place, config.launch, fingerprint(config), status_dir=save) as world:
-        return train(config, model, world)
+    return start.start(RunConfig, argv, problems, train)
 
 
-def is_first_rank() -> bool:
-    try:
-        return launch.find_here().rank == 0
-    except launch.LaunchError:
-        return True  # every rank has the same complaint, and none knows its number
-
-
-def train(config: RunConfig, model: GPTConfig, world: launch.World) -> int:
+def train(config: RunConfig, world: World) -> int:
     import torch
 
-    from core.grid import RankGrid
-    from core.process_grid import ProcessGrid
-    from core.run import Inputs, run
+    from core.run import Inputs, build_grid, layout_facts, run
     from models.gpt import build_stages
 
-    parallel = config.parallel
-    shape = RankGrid.fit(
-        world.size,
-        tp=parallel.tensor_model_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        order=parallel.order,
-    )
-    grid = ProcessGrid.build(shape, world.group, world.device)
-    placement = parallel.placement(model.num_layers)
+    model = with_vocabulary(config)
+    grid = build_grid(config.parallel, world)
+    placement = config.parallel.placement(model.num_layers)
     stages = build_stages(
         model,
         grid,
         placement=[placement.layers_of(stage) for stage in range(placement.stages)],
         micro_batch_size=config.train.micro_batch_size,
-        sequence_parallel=parallel.sequence_parallel,
+        sequence_parallel=config.parallel.sequence_parallel,
         seed=config.train.seed,
         dtype=torch.float64 if model.fp64 else torch.float32,
     )
+    needs = set().union(*(stage.needs for stage in stages))
     size = sum(parameters(model).values())
-    stopped = run(
-        config,
-        grid,
-        Inputs(
-            stages=stages,
-            feeds=feeds(config, model, grid, set().union(*(stage.needs for stage in stages))),
-            record=to_json(config),
-            model_record=model.identity(),
-            flops_per_token=flops_per_token(model),
-            facts=[
-                *config.notices,
-                f"{world.size} rank{'s' * (world.size > 1)} ({world.rule}): "
-                f"tp {shape.tp} x dp {shape.dp} x pp {shape.pp} on {world.device.split(':')[0]}, "
-                f"backend {world.backend}",
-                f"GPT of {size:,} parameters, {model.num_layers} layers, vocabulary "
-                f"{model.vocab_size:,} padded to {model.padded_vocab_size(shape.tp):,}",
-                *(str(placement).splitlines() if shape.pp > 1 else ()),
-            ],
-            stop_requested=world.stop_requested,
-            at_step=world.at_step,
-            progress_bar=sys.stderr.isatty(),
-        ),
+    inputs = Inputs(
+        stages=stages,
+        open_data=functools.partial(open_data, config, model, grid, needs),
+        record=to_json(config),
+        model_record=model.identity(),
+        flops_per_token=flops_per_token(model),
+        facts=[
+            *config.notices,
+            f"GPT of {size:,} parameters, {model.num_layers} layers, vocabulary "
+            f"{model.vocab_size:,} padded to {model.padded_vocab_size(grid.tp.size):,}",
+            *layout_facts(world, grid, placement),
+        ],
+        stop_requested=world.stop_requested,
+        at_step=world.at_step,
+        progress_bar=sys.stderr.isatty(),
     )
-    resumable = stopped is not None and not stopped.planned
-    world.report("stopped" if resumable else "complete", stopped.why if stopped else "")
-    return launch.STOPPED if resumable else 0
+    return start.finish(world, run(config, grid, inputs))
 
 
-def feeds(config: RunConfig, model: GPTConfig, grid, needs: set[str]):
-    """What this rank's stages need of training, validation and test samples; tp rank 0 reads."""
-    from core.feed import Feed
+def open_data(
+    config: RunConfig, model: GPTConfig, grid: ProcessGrid, needs: set[str], record, consumed: int
+) -> Data:
+    """What this rank's stages need of training, validation and test samples; tp rank 0 reads.
+
+    record, consumed: of the checkpoint
+    """
+    from core.run import Data, Feeder, writes_first
     from data.batches import microbatches
-    from data.from_flags import gpt_sets
+    from data.from_flags import Opening, gpt_sets
 
+    given = Opening(
+        seq_length=model.seq_length,
+        vocab_size=model.vocab_size,
+        seed=config.train.seed,
+        evaluates=evaluates(config),
+        record=record,
+        consumed=consumed,
+        writes_cache=writes_first(config.data.data_cache_path, grid.tp.rank == 0, grid.world),
+    )
     integers = [n for n in ("tokens", "labels", "position_ids", "sample") if n in needs]
     floats = [n for n in ("loss_mask",) if n in needs]
-    if config.data.reset_attention_mask:
+    if config.data.reset_attention_mask or config.data.document_attention_mask:
         integers.append("document_ids")
-    sets = gpt_sets(config.data, model.seq_length, model.vocab_size, config.train.seed)
-
-    def feed(dataset) -> Feed:
-        def source(consumed: int, global_batch: int):
-            micro = config.train.micro_batch_size
-            return microbatches(
-                dataset, consumed, global_batch, micro, grid.dp_cp.rank, grid.dp_cp.size
-            )
-
-        reads = grid.tp.rank == 0
-        return Feed(
-            source if reads else None, grid.tp, grid.device, integers=integers, floats=floats
-        )
-
-    return {split: feed(dataset) for split, dataset in sets.items()}
+    feeder = Feeder(grid, microbatches, config.train.micro_batch_size, integers, floats)
+    return Data.of(gpt_sets(config.data, given), feeder, config.train.samples(grid.shape.dp))
 
 
 if __name__ == "__main__":

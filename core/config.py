@@ -103,8 +103,8 @@ def _read_old_spelling(line: _Line, old: known_flags.OldSpelling, typed: _Typed)
 
 def _read_foreign(line: _Line, table: Mapping[str, Leaf], word: str, name: str, values: list[str]):
     """A flag that is no field: without effect, refused by name, or unknown."""
-    accepted = known_flags.accepted(name)
-    refusal = known_flags.refusal(name)
+    accepted = known_flags.accepted(name) or known_flags.GPT_ONLY_ACCEPTED.get(name)
+    refusal = known_flags.refusal(name) or known_flags.GPT_ONLY.get(name)
     if accepted and (not accepted.only or values in [v.split() for v in accepted.only]):
         line.notices.append(f"{word} has no effect: {accepted.why}")
     elif accepted:

@@ -7,6 +7,7 @@ here; a flag that becomes a field leaves this file. Names are spelled as fields 
     ACCEPTED        say what always holds here, or choose between implementations of one result:
                     one line tells the user so
     REFUSED         would change what is trained, stored or measured
+    GPT_ONLY, GPT_ONLY_ACCEPTED   fields of the GPT recipe, for the one that has no such field
     FAMILIES        prefixes whose every flag is refused for one reason
 """
 
@@ -65,7 +66,6 @@ _ALWAYS = {
     ),
     "the attention mask is never built by the loader": "no_create_attention_mask_in_dataloader",
     "samples are read by the training process itself": "num_workers",
-    "sample maps are computed in memory in about a second; nothing is cached": "data_cache_path",
     "checkpoints have one format, which any layout can load": (
         "ckpt_format use_dist_ckpt auto_detect_ckpt_format dist_ckpt_format "
         "ckpt_fully_parallel_save no_ckpt_fully_parallel_save ckpt_fully_parallel_load "
@@ -145,17 +145,13 @@ REFUSED: dict[str, str] = _by_reason(
         "not here yet; use --lr and --min-lr for all parameters": "decoupled_lr decoupled_min_lr",
         "use --rampup-batch-size START INCREMENT SAMPLES": "step_batch_size_schedule",
         "initial values depend on --seed alone; ranks cannot differ": "data_parallel_random_init",
-        "not here yet; use --data-path with --split": (
-            "train_data_path valid_data_path test_data_path per_split_data_args_path "
-            "data_args_path multiple_validation_sets full_validation"
-        ),
         "not here yet; give --tokenizer-type HuggingFaceTokenizer a tokenizer.json": (
-            "tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens "
             "vocab_extra_ids tokenizer_metadata"
         ),
         "it belongs to the BERT script; this one trains GPT": (
-            "mask_prob short_seq_prob bert_no_binary_head bert_load titles_data_path"
+            "mask_prob short_seq_prob bert_no_binary_head"
         ),
+        "retrieval models are not supported": "bert_load titles_data_path",
         "not here yet; use --save-interval": "non_persistent_save_interval save_retain_interval",
         "not here yet; use --load DIR --finetune": "pretrained_checkpoint",
         "not here yet; repeat the flags of the saved run": "use_checkpoint_args",
@@ -199,6 +195,18 @@ REFUSED: dict[str, str] = _by_reason(
         ),
     }
 )
+
+GPT_ONLY: dict[str, str] = _by_reason(
+    {
+        "it belongs to the GPT script; this one trains BERT": (
+            "untie_embeddings_and_output_weights label_smoothing z_loss full_validation "
+            "reset_position_ids reset_attention_mask document_attention_mask eod_mask_loss"
+        ),
+    }
+)
+GPT_ONLY_ACCEPTED: dict[str, Accepted] = {
+    "data_cache_path": Accepted("BERT's samples are cut in memory at every start"),
+}
 
 
 FAMILIES: dict[str, str] = {

@@ -38,7 +38,7 @@ def run_problems(
     """All of the checks below, for a world of `world_size` ranks."""
     yield from layout_problems(model, parallel, train, world_size)
     yield from schedule_problems(optimizer, train, _data_parallel_size(parallel, world_size) or 1)
-    yield from vocabulary_problems(model.vocab_size, data)
+    yield from data.vocabulary_problems(model.vocab_size)
 
 
 def _data_parallel_size(parallel: ParallelConfig, world_size: int) -> int | None:
@@ -120,24 +120,6 @@ def schedule_problems(optimizer: OptimizerConfig, train: TrainConfig, dp: int = 
 
 
 class Tokens(Protocol):
-    """A data set's config: how its vocabulary is known."""
+    """A data set's config: what of its vocabulary is not known."""
 
-    data_path: tuple[str, ...] | None
-    tokenizer_type: str | None
-    eod_mask_loss: bool
-    reset_position_ids: bool
-    reset_attention_mask: bool
-
-
-def vocabulary_problems(vocab_size: int | None, data: Tokens) -> Iterator[str]:
-    """The vocabulary's size, and the end of document where a flag needs it, must be known."""
-    if data.tokenizer_type == "NullTokenizer" and vocab_size is None:
-        yield "--tokenizer-type NullTokenizer needs --vocab-size"
-    if not data.data_path or data.tokenizer_type is not None:
-        return
-    if vocab_size is None:
-        yield "--data-path needs --tokenizer-type, or --vocab-size N for data without a tokenizer"
-    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
-        if getattr(data, name):
-            flag = f"--{name.replace('_', '-')}"
-            yield f"{flag} needs --tokenizer-type, which knows the end of a document"
+    def vocabulary_problems(self, vocab_size: int | None) -> Iterator[str]: ...

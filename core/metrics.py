@@ -34,8 +34,11 @@ class Metrics:
     train       iteration, consumed_samples (after the step), lm_loss (mean over the step's kept
                 tokens), grad_norm (before clipping), learning_rate (of the step),
                 global_batch_size, tokens (in the step, over all ranks); optional skipped (the step
-                made no update), loss_scale, num_zeros, params_norm
-    evaluation  iteration, consumed_samples, lm_loss; optional split ("validation" or "test")
+                made no update), loss_scale, num_zeros, params_norm, and further names in _loss,
+                which are shown as lm_loss is
+    evaluation  iteration, consumed_samples, lm_loss; optional further names in _loss, split
+                ("validation" or "test"), and set: the name of one set, where the row without it
+                is the mean over several
 
     `train` adds step_time_s, tokens_per_s and, where the cost of a token is known,
     tflops_per_rank. Any further key goes to the metrics file as it is.
@@ -124,7 +127,7 @@ class Metrics:
             return
         row = {"split": "validation", **row}
         if self._file:
-            self._file.write("eval", row)
+            self._file.write("eval_set" if "set" in row else "eval", row)
         if self._tracker:
             self._tracker.evaluation(row)
         self.message(evaluation_lines(row))
@@ -172,7 +175,8 @@ class _Interval:
 
     def __init__(self) -> None:
         self.iterations = self.skipped = self.nan = self.counted = 0
-        self.seconds = self.tflop = self.loss = 0.0
+        self.seconds = self.tflop = 0.0
+        self.losses: dict[str, float] = {}
 
     def add(self, row: Row) -> None:
         self.iterations += 1
@@ -182,14 +186,26 @@ class _Interval:
         skipped = bool(row.get("skipped", False))
         self.skipped += skipped
         self.nan += not finite
-        if finite and not skipped:
-            self.loss += row["lm_loss"]
-            self.counted += 1
+        counts = finite and not skipped
+        self.counted += counts
+        for name in loss_names(row):
+            self.losses[name] = self.losses.get(name, 0.0) + (row[name] if counts else 0.0)
 
-    @property
-    def mean_loss(self) -> float:
-        """Over iterations that made an update; nan when none did."""
-        return self.loss / self.counted if self.counted else math.nan
+    def mean_losses(self) -> dict[str, float]:
+        """By name, over iterations that made an update; nan when none did."""
+        return {
+            name: total / self.counted if self.counted else math.nan
+            for name, total in self.losses.items()
+        }
+
+
+def loss_names(row: Row) -> list[str]:
+    """lm_loss first, whatever else the model reports behind it."""
+    return ["lm_loss", *(name for name in row if name.endswith("_loss") and name != "lm_loss")]
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 # Optional fields of a row, with the words and the format of the log line.
@@ -210,7 +226,7 @@ def log_line(interval: _Interval, row: Row, total: int, throughput: bool) -> str
     fields += [
         f"learning rate: {row['learning_rate']:.6E}",
         f"global batch size: {row['global_batch_size']:5d}",
-        f"lm loss: {interval.mean_loss:.6E}",
+        *(f"{_words(name)}: {mean:.6E}" for name, mean in interval.mean_losses().items()),
         *_extras(row, _EXTRAS_BEFORE),
         f"grad norm: {row['grad_norm']:.3f}",
         *_extras(row, _EXTRAS_AFTER),
@@ -221,12 +237,12 @@ def log_line(interval: _Interval, row: Row, total: int, throughput: bool) -> str
 
 
 def evaluation_lines(row: Row) -> str:
-    """Megatron-LM's framed line: loss and its exponential."""
-    loss = row["lm_loss"]
-    line = (
-        f" {row['split']} loss at iteration {row['iteration']} | lm loss value: {loss:.6E} | "
-        f"lm loss PPL: {perplexity(loss):.6E} | "
-    )
+    """Megatron-LM's framed line: every loss and its exponential."""
+    which = f"{row['split']} ({row['set']})" if "set" in row else row["split"]
+    line = f" {which} loss at iteration {row['iteration']} | "
+    for name in loss_names(row):
+        line += f"{_words(name)} value: {row[name]:.6E} | "
+        line += f"{_words(name)} PPL: {perplexity(row[name]):.6E} | "
     rule = "-" * (len(line) + 1)
     return f"{rule}\n{line}\n{rule}"
 

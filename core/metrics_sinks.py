@@ -20,7 +20,8 @@ Row = Mapping[str, Any]
 
 
 class MetricsFile:
-    """One JSON object a line, numbers in full precision, `kind` "train" or "eval" first.
+    """One JSON object a line, numbers in full precision, first `kind`: "train", "eval", or
+    "eval_set" for one of several sets.
 
     A number that is not finite is null (JSON has neither nan nor infinity). On opening, lines of
     iterations beyond `first_iteration`, and lines that are no rows (a half-written last one), move
@@ -92,6 +93,11 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _losses(row: Row) -> dict[str, float]:
+    """{"lm loss": …} and what else a model reports."""
+    return {key.replace("_", " "): row[key] for key in row if key.endswith("_loss")}
+
+
 class Tracker:
     """TensorBoard under Megatron-LM's names; one commit per iteration, never an earlier one.
 
@@ -110,7 +116,6 @@ class Tracker:
         if row["iteration"] % self._interval:
             return
         names = {
-            "lm_loss": "lm loss",
             "learning_rate": "learning-rate",
             "grad_norm": "grad-norm",
             "global_batch_size": "batch-size",
@@ -122,12 +127,14 @@ class Tracker:
             "tflops_per_rank": "throughput",
         }
         self._held.update({tag: row[key] for key, tag in names.items() if key in row})
+        self._held.update(_losses(row))
 
     def evaluation(self, row: Row) -> None:
         self._advance(row["iteration"])
-        tag = f"lm loss {row['split']}"
-        self._held[tag] = row["lm_loss"]
-        self._held[f"{tag} ppl"] = perplexity(row["lm_loss"])
+        which = f"{row['split']} {row['set']}" if "set" in row else row["split"]
+        for name, loss in _losses(row).items():
+            self._held[f"{name} {which}"] = loss
+            self._held[f"{name} {which} ppl"] = perplexity(loss)
 
     def close(self) -> None:
         self._commit()

@@ -7,10 +7,12 @@ Given stages and feeds, it knows neither models nor datasets. Read `run` first, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -18,21 +20,23 @@ from core.checkpoint.directory import differences
 from core.checkpoint.errors import CheckpointError, MissingCheckpoint
 from core.checkpoint.reader import Checkpoint, load
 from core.checkpoint.store import Saver
-from core.comm import barrier
+from core.comm import Group, barrier, gather_objects
 from core.comm.ledger import format_table
 from core.data_parallel.buckets import DataParallel
 from core.feed import Feed
-from core.grid import ParallelConfig
+from core.grid import ParallelConfig, RankGrid
 from core.metrics import Metrics
 from core.optimizer import schedule as schedules
 from core.optimizer.adam import Optimizer
 from core.optimizer.config import OptimizerConfig
 from core.pipeline_parallel.measured import PipelineLog
+from core.pipeline_parallel.placement import Placement
 from core.pipeline_parallel.schedules import row_maker
 from core.pipeline_parallel.stage import Stage
 from core.process_grid import ProcessGrid
 from core.saved_state import pieces
 from core.train import (
+    HeldOut,
     Limits,
     Stopped,
     Trainer,
@@ -41,6 +45,9 @@ from core.train import (
     train,
 )
 from core.train_config import CheckpointConfig, LoggingConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from core.launch.world import World
 
 
 class Sections(Protocol):
@@ -53,12 +60,84 @@ class Sections(Protocol):
     logging: LoggingConfig
 
 
+@dataclass(frozen=True)
+class Feeder:
+    """Makes a Feed of a data set: the arrays named, for this rank's samples; tp rank 0 reads.
+
+    microbatches       (data set, consumed, global batch, micro batch, dp rank, dp size) -> a step's
+                       microbatches
+    integers, floats   names of int64 and float32 arrays
+    """
+
+    grid: ProcessGrid
+    microbatches: Callable[..., Iterator]
+    micro_batch_size: int
+    integers: Sequence[str]
+    floats: Sequence[str]
+
+    def __call__(self, dataset: Any) -> Feed:
+        grid = self.grid
+
+        def source(consumed: int, global_batch: int) -> Iterator:
+            place = (grid.dp_cp.rank, grid.dp_cp.size)
+            return self.microbatches(dataset, consumed, global_batch, self.micro_batch_size, *place)
+
+        return Feed(
+            None if grid.tp.rank else source,
+            grid.tp,
+            grid.device,
+            integers=self.integers,
+            floats=self.floats,
+        )
+
+
+class Sets(Protocol):
+    """A recipe's data sets, see data/from_flags.py: to train on, to evaluate on by split, what a
+    checkpoint keeps of them, and lines about them."""
+
+    train: Any
+    held_out: Mapping[str, Sequence[Any]]
+    record: dict
+    facts: Sequence[str]
+
+    def uses(self, samples: int) -> Iterable[str]: ...
+
+
+@dataclass(kw_only=True)
+class Data:
+    """What a run trains and evaluates on.
+
+    held_out  "valid" and "test", where there are such samples
+    record    plain JSON that a checkpoint keeps for the run that resumes it
+    facts     lines to print before the first step
+    """
+
+    train: Feed
+    held_out: Mapping[str, Sequence[HeldOut]]
+    record: dict = field(default_factory=dict)
+    facts: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, sets: Sets, feed: Callable[[Any], Feed], samples: int) -> Data:
+        """From a recipe's data sets, for a run of so many samples. `feed` makes a Feed of one."""
+        return cls(
+            train=feed(sets.train),
+            held_out={
+                split: [HeldOut(feed(one.data), one.name, one.weight, one.samples) for one in found]
+                for split, found in sets.held_out.items()
+            },
+            record=sets.record,
+            facts=[*sets.facts, *sets.uses(samples)],
+        )
+
+
 @dataclass(kw_only=True)
 class Inputs:
     """What a recipe hands over.
 
     stages           of this rank
-    feeds            "train", and where there are such samples "valid" and "test"
+    open_data        (record of the data in the checkpoint, samples consumed) -> Data; for a fresh
+                     start the record is empty
     record           the settings as plain JSON, stored in checkpoints
     model_record     those of them that a checkpoint must agree with
     flops_per_token  forward and backward, of the whole model
@@ -68,7 +147,7 @@ class Inputs:
     """
 
     stages: Sequence[Stage]
-    feeds: Mapping[str, Feed]
+    open_data: Callable[[dict, int], Data]
     record: dict
     model_record: dict
     flops_per_token: int = 0
@@ -76,6 +155,42 @@ class Inputs:
     stop_requested: Callable[[], str | None] = lambda: None
     at_step: Callable[[int], None] = lambda step: None
     progress_bar: bool = False
+
+
+def build_grid(parallel: ParallelConfig, world: World) -> ProcessGrid:
+    """The grid that the flags ask for: dp takes what tp and pp leave. Collective."""
+    shape = RankGrid.fit(
+        world.size,
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        order=parallel.order,
+    )
+    return ProcessGrid.build(shape, world.group, world.device)
+
+
+def layout_facts(world: World, grid: ProcessGrid, placement: Placement) -> list[str]:
+    """Lines that say who takes part and, in a pipeline, which layers lie where."""
+    shape = grid.shape
+    return [
+        f"{world.size} rank{'s' * (world.size > 1)} ({world.rule}): "
+        f"tp {shape.tp} x dp {shape.dp} x pp {shape.pp} on {world.device.split(':')[0]}, "
+        f"backend {world.backend}",
+        *(str(placement).splitlines() if shape.pp > 1 else ()),
+    ]
+
+
+def writes_first(folder: str | None, reads: bool, world: Group) -> bool:
+    """Whether this rank is the first of those that read and see this very folder: it writes there
+    what all of them lack. Collective; makes the folder."""
+    if folder is None:
+        return False
+    mine = None
+    if reads:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        found = os.stat(folder)
+        mine = [socket.gethostname(), found.st_dev, found.st_ino]
+    seen = gather_objects(mine, world, tag="startup.cache")
+    return reads and seen.index(mine) == world.rank
 
 
 def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
@@ -86,7 +201,7 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
     optimizer = Optimizer(replicas, grid.tp, grid.pp, config.optimizer)
     schedule = schedules.Schedule.of(
         config.optimizer,
-        train_samples=config.train.train_samples or batch_schedule.consumed_after(last),
+        train_samples=config.train.samples(grid.shape.dp),
         global_batch_size=batch_schedule.full,
     )
     trainer = Trainer(
@@ -102,34 +217,35 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
         pipeline_log(config.logging.log_pipeline, grid),
     )
     trainer.open_wires()
-    held_out = inputs.feeds if config.train.eval_iters else {}
     checkpoints = Checkpoints(config.checkpoint, trainer, inputs)
     state = checkpoints.load()
+    data = inputs.open_data(checkpoints.data_record, state.consumed_samples)
+    checkpoints.data_record = data.record
     with (
         reporting(config, grid, inputs, state, last) as metrics,
         checkpoints,
     ):
-        for line in (*inputs.facts, *checkpoints.notes):
+        for line in (*inputs.facts, *data.facts, *checkpoints.notes):
             metrics.message(line)
         stopped = None
         if config.train.skip_train:
-            evaluate_only(trainer, state, held_out, config.train.eval_iters, metrics)
+            evaluate_only(trainer, state, data.held_out, config.train.eval_iters, metrics)
         elif state.iteration >= last:
             metrics.message(f"nothing to do: iteration {state.iteration} of {last} is complete")
         else:
             stopped = train(
                 trainer,
                 state,
-                inputs.feeds["train"],
+                data.train,
                 limits=limits(config, last),
                 reporter=metrics,
                 save=checkpoints.save if config.checkpoint.save else None,
-                valid=held_out.get("valid"),
+                valid=data.held_out.get("valid", ()),
                 stop_requested=inputs.stop_requested,
                 at_step=inputs.at_step,
             )
-            if stopped is None and "test" in held_out:
-                test = held_out["test"]
+            if stopped is None and "test" in data.held_out:
+                test = data.held_out["test"]
                 report_evaluation(trainer, state, test, config.train.eval_iters, metrics, "test")
         if config.logging.log_communication:
             totals = grid.ledger.grand_totals()
@@ -139,11 +255,15 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
 
 
 def evaluate_only(
-    trainer: Trainer, state: TrainState, feeds: Mapping[str, Feed], iterations: int, reporter
+    trainer: Trainer,
+    state: TrainState,
+    held_out: Mapping[str, Sequence[HeldOut]],
+    iterations: int,
+    reporter: Metrics,
 ) -> None:
     for name, split in (("valid", "validation"), ("test", "test")):
-        if name in feeds:
-            report_evaluation(trainer, state, feeds[name], iterations, reporter, split)
+        if name in held_out:
+            report_evaluation(trainer, state, held_out[name], iterations, reporter, split)
 
 
 def pipeline_log(path: str | None, grid: ProcessGrid) -> PipelineLog | None:
@@ -188,11 +308,15 @@ def reporting(
 
 @dataclass
 class Checkpoints:
-    """Loading and saving as the flags ask; holds the folder while it is entered."""
+    """Loading and saving as the flags ask; holds the folder while it is entered.
+
+    data_record  the data's own: after `load` the checkpoint's, then what `save` is to keep
+    """
 
     config: CheckpointConfig
     trainer: Trainer
     inputs: Inputs
+    data_record: dict = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     _saver: Saver | None = None
     _loaded: int | None = None
@@ -216,6 +340,7 @@ class Checkpoints:
             "schedule": trainer.schedule.to_json(),
             "config": self.inputs.record,
             "model": self.inputs.model_record,
+            "data": self.data_record,
             "layout": {axis: getattr(trainer.grid.shape, axis) for axis in ("tp", "dp", "pp")},
         }
         owned = pieces(trainer.replicas, optimizer, trainer.grid.tp, owned=True)
@@ -261,6 +386,7 @@ class Checkpoints:
         if not resume:
             return TrainState()
         state = TrainState.from_json(meta["state"])
+        self.data_record = meta.get("data", {})
         if with_optimizer:
             trainer.optimizer.set_steps(state.updates)
         saved = schedules.Schedule.from_json(meta["schedule"])

@@ -67,6 +67,21 @@ class TrainState:
         return cls(**saved)
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """A set to evaluate on.
+
+    name     among several; empty for the only one
+    weight   its share in the mean over several
+    samples  all there are, and all are used; None: endless, --eval-iters says how many batches
+    """
+
+    feed: Feed
+    name: str = ""
+    weight: float = 1.0
+    samples: int | None = None
+
+
 class Reporter(Protocol):
     """What the loop tells; core.metrics.Metrics is one."""
 
@@ -138,22 +153,21 @@ class Trainer:
         state.consumed_samples += batch_size
         state.updates += stats.updated
         state.skipped += not stats.updated
-        extra = {k: v for k, v in sums.items() if k not in ("loss", "tokens")}
         return {
             "iteration": state.iteration,
             "consumed_samples": state.consumed_samples,
-            "lm_loss": loss,
             "grad_norm": stats.grad_norm,
             "learning_rate": values.learning_rate,
             "global_batch_size": batch_size,
             "tokens": int(sums["tokens"]),
             "skipped": not stats.updated,
-            **extra,
+            **self.stages[0].report(sums),
         }
 
     @torch.no_grad()
-    def evaluate(self, feed: Feed, iterations: int) -> float:
-        """Mean loss over the first `iterations` full batches of a feed: the same samples each time.
+    def evaluate(self, feed: Feed, iterations: int) -> dict[str, float]:
+        """The stages' report on the first `iterations` full batches of a feed: the same samples
+        each time.
 
         Nothing is left behind: no gradient, no dropout, no sample is consumed.
         """
@@ -161,13 +175,13 @@ class Trainer:
             stage.eval()
         full = self.batch_schedule.full
         microbatches = full // (self.batch_schedule.micro * self.batch_schedule.dp)
-        loss = tokens = 0.0
+        totals = dict.fromkeys(self.stages[0].reports, 0.0)
         with self.grid.ledger.at("evaluation"):
             for i in range(iterations):
                 batches = feed.step(i * full, full, microbatches)
                 sums = self._reduce(self.executor(microbatches, forward_only=True).run(batches))
-                loss, tokens = loss + sums["loss"], tokens + sums["tokens"]
-        return loss / tokens if tokens else 0.0
+                totals = {name: total + sums[name] for name, total in totals.items()}
+        return self.stages[0].report(totals)
 
     def _reduce(self, result: StepResult) -> dict[str, float]:
         """Sums over dp, then from the last stage to all of pp; float64."""
@@ -235,13 +249,14 @@ def train(
     limits: Limits,
     reporter: Reporter,
     save: Callable[[TrainState], None] | None = None,
-    valid: Feed | None = None,
+    valid: Sequence[HeldOut] = (),
     stop_requested: Callable[[], str | None] = lambda: None,
     at_step: Callable[[int], None] = lambda step: None,
 ) -> Stopped | None:
     """Train until `limits` say so. Returns None when the run is complete.
 
     save            writes a checkpoint of `state`; called at intervals and when the run ends
+    valid           what is evaluated at intervals, and when the run is complete
     stop_requested  a reason to stop after this step (a signal), or None; asked on every rank, and
                     one rank's reason is everybody's
     at_step         told the number of a step before it begins (for failure records)
@@ -263,7 +278,7 @@ def train(
         reporter.begin_step()
         reporter.train(trainer.train_step(state, feed))
         done = state.iteration >= limits.last_iteration
-        if _due(limits.eval_interval, state.iteration) and valid is not None and not done:
+        if _due(limits.eval_interval, state.iteration) and valid and not done:
             report_evaluation(trainer, state, valid, limits.eval_iters, reporter)
         if save is not None and _due(limits.save_interval, state.iteration):
             save(state)
@@ -275,7 +290,7 @@ def train(
         save(state)
     if state.iteration >= limits.last_iteration:
         stopped = None
-        if valid is not None:
+        if valid:
             report_evaluation(trainer, state, valid, limits.eval_iters, reporter)
     if stopped is not None:
         reporter.message(f"stopped after iteration {state.iteration}: {stopped.why}")
@@ -285,21 +300,24 @@ def train(
 def report_evaluation(
     trainer: Trainer,
     state: TrainState,
-    feed: Feed,
+    sets: Sequence[HeldOut],
     iterations: int,
     reporter: Reporter,
     split: str = "validation",
-) -> float:
-    loss = trainer.evaluate(feed, iterations)
-    reporter.evaluation(
-        {
-            "iteration": state.iteration,
-            "consumed_samples": state.consumed_samples,
-            "lm_loss": loss,
-            "split": split,
-        }
-    )
-    return loss
+) -> None:
+    """Evaluate and report each set, if there are several, and their weighted mean."""
+    when = {"iteration": state.iteration, "consumed_samples": state.consumed_samples}
+    full, means = trainer.batch_schedule.full, {}
+    for held in sets:
+        batches = iterations if held.samples is None else -(-held.samples // full)
+        found = trainer.evaluate(held.feed, batches)
+        losses = {name: value for name, value in found.items() if name.endswith("_loss")}
+        if len(sets) > 1:
+            reporter.evaluation({**when, "split": split, "set": held.name, **losses})
+        share = held.weight / sum(each.weight for each in sets)
+        for name, value in losses.items():
+            means[name] = means.get(name, 0.0) + share * value
+    reporter.evaluation({**when, "split": split, **means})
 
 
 def _due(interval: int | None, iteration: int) -> bool:

@@ -82,6 +82,10 @@ class TrainConfig:
             return self.train_iters
         return self.batch_schedule(dp).iterations_within(self.train_samples)
 
+    def samples(self, dp: int) -> int:
+        """Samples of the whole run."""
+        return self.train_samples or self.batch_schedule(dp).consumed_after(self.train_iters)
+
     def batch_problems(self, dp: int) -> Iterator[str]:
         """What does not divide on `dp` data parallel ranks."""
         sizes = (self.micro_batch_size, self.global_batch_size)

@@ -33,12 +33,13 @@ def problems(
 
 def mix_problems(
     found: Mapping[str, Mix],
-    seq_length: int,
+    seq_length: int | None,
     vocab_size: int | None = None,
     needed: tuple[str, ...] = ("train",),
 ) -> Iterator[str]:
     """Everything that keeps the data of data/sets.py's `mixes` from serving a run.
 
+    seq_length  a sample takes one token more; None where samples are padded and any token will do
     vocab_size  every token id must be below it; None to leave that out
     needed      which of "train", "valid", "test" the run will read
     """
@@ -80,7 +81,7 @@ def _token_problems(data: IndexedDataset, vocab_size: int | None) -> Iterator[st
 
 
 def _short_split(
-    name: str, mix: Mix, prefix: str, offsets: np.ndarray, seq_length: int
+    name: str, mix: Mix, prefix: str, offsets: np.ndarray, seq_length: int | None
 ) -> Iterator[str]:
     count = len(offsets) - 1
     try:
@@ -89,12 +90,14 @@ def _short_split(
         yield str(error)
         return
     tokens = int(offsets[documents.stop] - offsets[documents.start])
-    if tokens < seq_length + 1:
-        how = f"--split {mix.split} gives {name}" if mix.split else f"{name} has"
+    how = f"--split {mix.split} gives {name}" if mix.split else f"{name} has"
+    has = f"{prefix}: {how} {len(documents)} of {count} documents with {tokens} tokens"
+    if seq_length is None and not tokens:
+        yield f"{has}; give it a larger share or more data"
+    elif seq_length is not None and tokens < seq_length + 1:
         yield (
-            f"{prefix}: {how} {len(documents)} of {count} documents with {tokens} tokens, and one "
-            f"sample at --seq-length {seq_length} takes {seq_length + 1}; give it a larger share, "
-            "more data or a shorter sequence"
+            f"{has}, and one sample at --seq-length {seq_length} takes {seq_length + 1}; give it a "
+            "larger share, more data or a shorter sequence"
         )
 
 

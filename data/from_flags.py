@@ -1,98 +1,241 @@
-"""From DataConfig to tokenizer and data sets: what the recipes call, and the checks before it.
+"""From the data flags to data sets: what the recipes open once the ranks are there.
 
-Imports its neighbours in data/ only; takes the section of the command line and plain numbers.
+Imports its neighbours in data/ only; takes the section of the command line and plain numbers. Read
+in this order: Sets, Opening, gpt_sets and bert_sets, _open_sets. Neighbour: data/flag_checks.py
+(tokenizer, and the checks before any rank starts).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import bisect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from data.config import DataConfig
-from data.gpt import GPTDataset, split_documents
+from data.bert import BertDataset, PairSampler
+from data.config import BertDataConfig, DataConfig, GPTDataConfig
+from data.flag_checks import is_null, mixes_of, single_sentences, tokenizer_of
+from data.gpt import GPTDataset, GPTPass
 from data.index_format import DataError
 from data.indexed import IndexedDataset
-from data.mock import MockGPTDataset
-from data.tokenizer import build_tokenizer
+from data.mock import MockBertDataset, MockGPTDataset
+from data.sets import SPLITS, Mix, MixedDataset, named_mixes, open_mix
 
-SPLITS = ("train", "valid", "test")
-
-
-def tokenizer_of(config: DataConfig, vocab_size: int | None = None):
-    """The tokenizer the flags name, or None. Raises DataError."""
-    if config.tokenizer_type is None:
-        return None
-    return build_tokenizer(
-        config.tokenizer_type,
-        tokenizer_model=config.tokenizer_model,
-        vocab_file=config.vocab_file,
-        merge_file=config.merge_file,
-        vocab_size=vocab_size,
-    )
+Make = Callable[[str, range], object]  # (prefix, documents) -> samples
 
 
-def vocabulary_of(config: DataConfig, vocab_size: int | None = None) -> int | None:
-    """Tokens of the model: --vocab-size, by default the tokenizer's; None where neither is known.
+@dataclass(frozen=True)
+class Held:
+    """A set to evaluate on.
 
-    NullTokenizer, as in Megatron, has an end of document after the --vocab-size tokens.
+    name     among several; empty for the only one
+    weight   its share in the mean over several
+    samples  all there are (--full-validation); None: endless
     """
-    if vocab_size is not None and not is_null(config):
-        return vocab_size
-    try:
-        tokenizer = tokenizer_of(config, vocab_size)
-    except DataError:
-        return None
-    return None if tokenizer is None else tokenizer.vocab_size
+
+    data: object
+    name: str = ""
+    weight: float = 1.0
+    samples: int | None = None
 
 
-def tokenizer_problems(config: DataConfig, vocab_size: int | None) -> Iterator[str]:
-    """A tokenizer that cannot be read, or that has more tokens than the embedding has rows."""
-    if config.tokenizer_type is None or (vocab_size is None and is_null(config)):
-        return  # nothing to read, or a missing size that is reported elsewhere
-    try:
-        tokenizer = tokenizer_of(config, vocab_size)
-    except DataError as error:
-        yield str(error)
-        return
-    smaller = vocab_size is not None and tokenizer.vocab_size > vocab_size
-    if smaller and not is_null(config):
-        yield (
-            f"--vocab-size {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} "
-            f"tokens; use {tokenizer.vocab_size} or more, or leave it out"
+@dataclass
+class Sets:
+    """What a run reads.
+
+    held_out  "valid" and "test", where there are such samples and they are wanted
+    facts     lines about what was found
+    """
+
+    train: object
+    held_out: dict[str, list[Held]] = field(default_factory=dict)
+    facts: list[str] = field(default_factory=list)
+
+    @property
+    def record(self) -> dict:
+        """What a checkpoint keeps, for a resumed run to go on without repeats."""
+        return {"blend": self.train.history} if isinstance(self.train, MixedDataset) else {}
+
+    def uses(self, samples: int) -> Iterator[str]:
+        """Lines that say how often a run of so many samples passes through each training set."""
+        if isinstance(self.train, MixedDataset):
+            yield from (f"training on {line}" for line in self.train.uses(samples))
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What the data sets depend on besides the flags.
+
+    seq_length, seed
+    vocab_size         of the model
+    evaluates          whether validation and testing samples will be read
+    record, consumed   of the checkpoint: `Sets.record`, and the samples trained on
+    writes_cache       this process writes what --data-cache-path lacks: one a node is enough
+    """
+
+    seq_length: int
+    vocab_size: int
+    seed: int
+    evaluates: bool = True
+    record: dict = field(default_factory=dict)
+    consumed: int = 0
+    writes_cache: bool = True
+
+
+def gpt_sets(config: GPTDataConfig, given: Opening) -> Sets:
+    """Training samples, and what there is to evaluate on. Raises DataError."""
+    sizes = (given.vocab_size, given.seq_length, given.seed)
+    if config.mock_data:
+        return _mock_sets(given, lambda split: MockGPTDataset(*sizes, split=split))
+    tokenizer = tokenizer_of(config, given.vocab_size - is_null(config))
+    options = {
+        "eod": None if tokenizer is None else tokenizer.eod,
+        "reset_position_ids": config.reset_position_ids,
+        "reset_attention_mask": config.reset_attention_mask,
+        "eod_mask_loss": config.eod_mask_loss,
+        "document_attention_mask": config.document_attention_mask,
+        "mmap_bin_files": config.mmap_bin_files,
+    }
+
+    def samples(prefix: str, documents: range) -> GPTDataset:
+        return GPTDataset(
+            prefix,
+            documents,
+            given.seq_length,
+            given.seed,
+            cache_folder=config.data_cache_path,
+            cache_write=given.writes_cache,
+            **options,
         )
 
+    def whole(prefix: str, documents: range) -> GPTPass:
+        return GPTPass(prefix, documents, given.seq_length, **options)
 
-def is_null(config: DataConfig) -> bool:
-    return config.tokenizer_type == "NullTokenizer"
+    return _open_sets(config, given, samples, whole if config.full_validation else None)
 
 
-def gpt_sets(config: DataConfig, seq_length: int, vocab_size: int, seed: int) -> dict:
-    """The splits that hold at least one sample: {"train": …, "valid": …, "test": …}.
-
-    vocab_size: of the model
-    """
+def bert_sets(
+    config: BertDataConfig, given: Opening, *, binary_head: bool, mask_prob: float
+) -> Sets:
+    """Training samples for BERT, and what there is to evaluate on. Raises DataError."""
+    masking = {
+        "prob": mask_prob,
+        "max_ngram": config.mask_max_ngram,
+        "geometric": config.mask_geometric,
+    }
+    sizes = (given.vocab_size, given.seq_length, given.seed)
     if config.mock_data:
-        return {
-            name: MockGPTDataset(vocab_size, seq_length, seed, split=i)
-            for i, name in enumerate(SPLITS)
-        }
-    prefix = config.data_path[0]
-    tokenizer = tokenizer_of(config, vocab_size - is_null(config))
-    parts = split_documents(config.split, IndexedDataset(prefix).num_documents)
-    sets = {}
-    for name, documents in zip(SPLITS, parts, strict=True):
-        try:
-            sets[name] = GPTDataset(
-                prefix,
-                documents,
-                seq_length,
-                seed,
-                eod=None if tokenizer is None else tokenizer.eod,
-                reset_position_ids=config.reset_position_ids,
-                reset_attention_mask=config.reset_attention_mask,
-                eod_mask_loss=config.eod_mask_loss,
-                mmap_bin_files=config.mmap_bin_files,
-            )
-        except DataError:
-            if name == "train":
-                raise
+        masking["binary_head"] = binary_head
+        return _mock_sets(given, lambda split: MockBertDataset(*sizes, split=split, **masking))
+    sampler = PairSampler.of(tokenizer_of(config), given.seq_length, **masking)
+    if not config.mask_whole_words:
+        sampler = replace(sampler, masking=replace(sampler.masking, word_starts=None))
+
+    def samples(prefix: str, documents: range) -> BertDataset:
+        return BertDataset(
+            prefix,
+            documents,
+            given.seed,
+            sampler,
+            binary_head=binary_head,
+            pairs=config.bert_pairs,
+            short_prob=config.short_seq_prob,
+            mmap_bin_files=config.mmap_bin_files,
+        )
+
+    sets = _open_sets(config, given, samples, None)
+    if binary_head:
+        sets.facts += _single_facts(mixes_of(config)["train"])
     return sets
+
+
+def _mock_sets(given: Opening, make: Callable[[int], object]) -> Sets:
+    """make: split number -> samples"""
+    held_out = {name: [Held(make(i))] for i, name in enumerate(SPLITS) if i}
+    return Sets(make(0), held_out if given.evaluates else {})
+
+
+def _open_sets(config: DataConfig, given: Opening, make: Make, make_pass: Make | None) -> Sets:
+    """make_pass: of a set that is read once, for --full-validation"""
+    found, threads = mixes_of(config), config.num_dataset_builder_threads
+    earlier = given.record.get("blend", ())
+    train = open_mix(found["train"], make, threads=threads, earlier=earlier, start=given.consumed)
+    sets = Sets(train)
+    if len(train.history) > max(1, len(earlier)):
+        sets.facts.append(f"the blend changes at sample {given.consumed}; nothing is repeated")
+
+    def held(mix: Mix) -> Held:
+        return _whole(mix, make_pass) if make_pass else Held(open_mix(mix, make, threads=threads))
+
+    for split in SPLITS[1:] if given.evaluates else ():
+        if split in found:
+            several = config.multiple_validation_sets and split == "valid"
+            parts = named_mixes(found[split]) if several else {"": found[split]}
+            opened = _open_each(parts, held, f"no {split} samples", sets.facts)
+            sets.held_out[split] = opened if len(opened) == 1 else _weighted(found[split], opened)
+    sets.held_out = {split: opened for split, opened in sets.held_out.items() if opened}
+    return sets
+
+
+def _open_each(
+    parts: dict[str, Mix], held: Callable[[Mix], Held], complaint: str, facts: list[str]
+) -> list[Held]:
+    """Every set that has samples; of the others `facts` get a line."""
+    opened = []
+    for name, mix in parts.items():
+        try:
+            opened.append(replace(held(mix), name=name))
+        except DataError as error:
+            facts.append(f"{complaint}: {error}")
+    return opened
+
+
+def _weighted(mix: Mix, opened: list[Held]) -> list[Held]:
+    """With their shares in the mean: the weights in the flags, or their sizes."""
+    if mix.weights is not None:
+        shares = dict(zip(named_mixes(mix), map(float, mix.weights)))
+    else:
+        shares = {held.name: _size(held) for held in opened}
+    return [replace(held, weight=shares[held.name]) for held in opened if shares[held.name]]
+
+
+def _size(held: Held) -> float:
+    if held.samples is not None:
+        return float(held.samples)
+    return float(sum(data.tokens_per_epoch for data in held.data.datasets))
+
+
+class _Chain:
+    """Sets one after another; what lies behind the last is the last one's padding."""
+
+    def __init__(self, parts: Sequence) -> None:
+        self._parts = list(parts)
+        self._ends = list(itertools.accumulate(len(part) for part in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, n: int):
+        which = min(bisect.bisect_right(self._ends, n), len(self._parts) - 1)
+        return self._parts[which][n - self._ends[which] + len(self._parts[which])]
+
+
+def _whole(mix: Mix, make: Make) -> Held:
+    """All samples of every set that has a share. Raises DataError where there is none."""
+    weights = mix.weights or [1] * len(mix.prefixes)
+    parts = [
+        make(prefix, mix.documents(IndexedDataset(prefix).num_documents))
+        for prefix, weight in zip(mix.prefixes, weights)
+        if weight
+    ]
+    chain = _Chain(parts)
+    if not len(chain):
+        raise DataError(f"{', '.join(mix.prefixes)}: fewer than two tokens")
+    return Held(chain, samples=len(chain))
+
+
+def _single_facts(mix: Mix) -> Iterator[str]:
+    for prefix in mix.prefixes:
+        documents, single = single_sentences(mix, prefix)
+        if single:
+            yield f"{prefix}: {single} of {documents} documents have one sentence: left out"

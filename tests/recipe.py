@@ -1,4 +1,4 @@
-"""Whole runs of pretrain_gpt.py without starting processes: flags in, what it wrote out.
+"""Whole runs of the recipes without starting processes: flags in, what they wrote out.
 
 `run_recipe` is sent to ranks by the tests; it does everything that the command line does between
 reading the flags and leaving, on the ranks' own world. The same function on `Group.single` is a run
@@ -8,6 +8,7 @@ of one process.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 from collections.abc import Iterable, Sequence
@@ -36,6 +37,7 @@ class StandInWorld:
     rule: str = "test"
     backend: str = "gloo"
     steps: list[int] = field(default_factory=list)
+    reports: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def size(self) -> int:
@@ -51,15 +53,18 @@ class StandInWorld:
     def at_step(self, step: int) -> None:
         self.steps.append(step)
 
+    def report(self, state: str, reason: str = "") -> None:
+        self.reports.append((state, reason))
 
-def run_recipe(world: Group, *flags: object) -> tuple[int, str]:
+
+def run_recipe(
+    world: Group, *flags: object, script: str = "pretrain_gpt"
+) -> tuple[int, str]:
     """(exit code, what was printed) of a run with TINY's flags and these; later ones win."""
-    import pretrain_gpt
-
-    config = parse(pretrain_gpt.RunConfig, [*TINY, *map(str, flags)])
-    model = pretrain_gpt.with_vocabulary(config)
+    recipe = importlib.import_module(script)
+    config = parse(recipe.RunConfig, [*TINY, *map(str, flags)])
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        code = pretrain_gpt.train(config, model, StandInWorld(world))
+        code = recipe.train(config, StandInWorld(world))
     return code, out.getvalue()
 
 

@@ -370,7 +370,8 @@ BAD_LINES = [
     (
         "--tokenizer-model t",
         1,
-        "--tokenizer-model is read only by --tokenizer-type HuggingFaceTokenizer",
+        "--tokenizer-model is read only by --tokenizer-type HuggingFaceTokenizer or "
+        "GPTSentencePieceTokenizer or Llama2Tokenizer or TikTokenizer",
     ),
     ("--save-interval 2", 1, "--save-interval 2 does nothing without --save DIR"),
     ("--finetune", 1, "--finetune does nothing without --load DIR"),
@@ -417,8 +418,16 @@ def test_a_bad_line_has_one_sentence(line: str, world: int, sentence: str, capsy
             ["--tokenizer-type NullTokenizer needs --vocab-size"],
         ),
         (
-            DATA + "--vocab-size 9 --data-path 0.3 a 0.7 b",
-            ["--data-path takes one prefix, got 4: 0.3 a 0.7 b; blending is not here yet"],
+            BASE + "--train-data-path 0.3 a 0.7 b",
+            ["--mock-data and --train-data-path 0.3 a 0.7 b exclude each other"],
+        ),
+        (
+            DATA + "--vocab-size 9 --tiktoken-pattern v1",
+            ["--tiktoken-pattern is read only by --tokenizer-type TikTokenizer"],
+        ),
+        (
+            DATA + "--vocab-size 9 --num-dataset-builder-threads 0",
+            ["--num-dataset-builder-threads 0 must be 1 or more"],
         ),
         (
             "--vocab-size 9",

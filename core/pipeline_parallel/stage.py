@@ -88,6 +88,16 @@ class Stage(nn.Module):
     def is_last(self) -> bool:
         return self.index == self.count - 1
 
+    def report(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """What the log says of the sums named by `reports`, of a step or an evaluation: "lm_loss",
+        further names that end in _loss, and numbers for the metrics file."""
+        return {"lm_loss": sums["loss"] / sums["tokens"] if sums["tokens"] else 0.0}
+
+    @property
+    def label(self) -> str:
+        """What errors call the model."""
+        return type(self).__name__
+
     def compute(self, batch: Batch, activation: Tensor | None) -> Tensor | Loss:
         """The chunk itself: activation in (None on the first stage), activation or Loss out."""
         raise NotImplementedError
@@ -127,7 +137,7 @@ class Stage(nn.Module):
 
     def _checked(self, out: Tensor | Loss) -> Tensor | Loss:
         """`out` if it is what the next stage, or the trainer, can take."""
-        who = f"stage {self.index} of {self.count} ({type(self).__name__})"
+        who = f"stage {self.index} of {self.count} ({self.label})"
         if isinstance(out, Loss) != self.is_last:
             wanted = "a Loss, since it is the last" if self.is_last else "an activation tensor"
             raise TypeError(f"{who} made {type(out).__name__}; it has to make {wanted}")
@@ -137,7 +147,7 @@ class Stage(nn.Module):
         if (made.shape, made.dtype) != (self.wire.shape, self.wire.dtype):
             raise ValueError(
                 f"{who} made an activation of {made}; the next stage expects {self.wire}. Every "
-                "microbatch has one shape: pad sequences to --seq-length"
+                "microbatch has one shape: pad the sequences"
             )
         return out
 

@@ -12,7 +12,7 @@ import torch
 from core.comm import Group, all_gather
 from core.feed import Feed
 from core.shard import shard_of
-from core.train import Limits, Stopped, TrainingStopped, TrainState, train
+from core.train import HeldOut, Limits, Stopped, TrainingStopped, TrainState, train
 from data.batches import microbatches
 from data.mock import MockGPTDataset
 from tests.training import GPT2, LLAMA, WITH_DROPOUT, Layout, gathered, make_trainer, short_run
@@ -270,7 +270,7 @@ def with_and_without_evaluation(world: Group, layout: Layout):
             feed,
             limits=Limits(last_iteration=5, eval_interval=2, eval_iters=3),
             reporter=recorder,
-            valid=feed_of(trainer, layout, held_out) if valid else None,
+            valid=[HeldOut(feed_of(trainer, layout, held_out))] if valid else (),
         )
         outcomes.append((recorder, gathered(trainer)))
     return outcomes
