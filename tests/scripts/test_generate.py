@@ -1,0 +1,205 @@
+"""scripts/generate.py: what it reads from a checkpoint, how it chooses, what it says."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from core.checkpoint.reader import open_checkpoint
+from core.comm import Group
+from data.bpe import byte_characters
+from scripts import generate as script
+from scripts.generate import Sampling, choose, generate, main, next_logits, read_model
+from tests.recipe import run_recipe, write_corpus
+
+LLAMA = """--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights --label-smoothing 0.1""".split()
+COUNTING = [[(start + i) % 40 for i in range(60)] for start in range(40)]  # … 38 39 0 1 …
+
+
+@pytest.fixture(scope="module")
+def counter(tmp_path_factory):
+    """The --save folder of a model that has learnt to count modulo 40."""
+    folder = tmp_path_factory.mktemp("counter")
+    write_corpus(folder / "corpus", COUNTING)
+    code, _ = run_recipe(
+        Group.single("world"),
+        *("--no-mock-data", "--data-path", folder / "corpus", "--split", "1"),
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", 49),
+        *("--train-iters", 60, "--lr", 1e-2, "--save", folder / "run", *LLAMA),
+    )
+    assert code == 0
+    return folder / "run"
+
+
+def test_greedy_text_counts_on(counter, capsys):
+    """Longer than the window of 16 tokens, and each prompt as if it were alone."""
+    flags = ["--load", str(counter), "--temperature", "0", "--max-new-tokens", "24"]
+    assert main([*flags, "--prompt", "5 6 7"]) == 0
+    assert capsys.readouterr().out == " ".join(str(n) for n in range(5, 32)) + "\n"
+    assert main([*flags, "--prompt", "5 6 7", "--prompt", "39", "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().out == (
+        "---- prompt 1\n5 6 7 8 9 10\n---- prompt 2\n39 0 1 2\n"
+    )
+
+
+@pytest.mark.parametrize("step", [None, 60])
+def test_a_window_is_what_the_model_was_trained_on(counter, step):
+    """Padding behind short windows changes nothing: logits equal those of each window alone."""
+    model = read_model(open_checkpoint(counter, step))
+    assert (model.window, model.vocab_size) == (16, 50)
+    windows = [[1, 2, 3, 4, 5], [9], list(range(16))]
+    together = next_logits(model, windows)
+    assert together.shape == (3, 50)
+    for row, window in zip(together, windows, strict=True):
+        torch.testing.assert_close(row, next_logits(model, [window])[0], rtol=1e-5, atol=1e-5)
+    assert together.argmax(dim=1).tolist() == [6, 10, 16]
+
+
+def test_the_seed_decides_and_company_does_not(counter):
+    model = read_model(open_checkpoint(counter))
+    warm = Sampling(temperature=3.0, seed=7)
+    alone = generate(model, [[5]], 12, warm)
+    assert alone == generate(model, [[5]], 12, warm)
+    assert alone[0] == generate(model, [[5], [6, 7]], 12, warm)[0]
+    several = generate(model, [[5]], 12, warm, num_samples=3)
+    assert several[0] == alone[0] and len({tuple(text) for text in several}) == 3
+    assert alone != generate(model, [[5]], 12, Sampling(temperature=3.0, seed=8))
+
+
+def test_a_text_ends_before_the_end_of_document(counter):
+    """With 10 as the end token, counting stops at 9; other texts go on."""
+    model = read_model(open_checkpoint(counter))
+    texts = generate(model, [[7], [20]], 6, Sampling(temperature=0), eod=10)
+    assert texts == [[7, 8, 9], [20, 21, 22, 23, 24, 25, 26]]
+
+
+# ---- choosing ------------------------------------------------------------------------------------
+
+LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0]).log()  # p = 0, 1/2, 1/6, 1/3
+
+
+def shares(how: Sampling) -> list[float]:
+    """How much of [0, 1) leads to each token."""
+    n = 3000
+    picks = [choose(LOGITS, how, (i + 0.5) / n) for i in range(n)]
+    return [picks.count(token) / n for token in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        (Sampling(), [0, 1 / 2, 1 / 6, 1 / 3]),
+        (Sampling(temperature=0), [0, 1, 0, 0]),
+        (Sampling(temperature=0.5), [0, 9 / 14, 1 / 14, 4 / 14]),
+        (Sampling(top_k=2), [0, 3 / 5, 0, 2 / 5]),
+        (Sampling(top_k=9), [0, 1 / 2, 1 / 6, 1 / 3]),
+        (Sampling(top_p=0.5), [0, 1, 0, 0]),
+        (Sampling(top_p=0.51), [0, 3 / 5, 0, 2 / 5]),
+        (Sampling(top_p=0.84), [0, 1 / 2, 1 / 6, 1 / 3]),
+        (Sampling(top_k=2, top_p=0.55), [0, 1, 0, 0]),  # 3/5 of what top_k leaves is enough
+    ],
+    ids=str,
+)
+def test_choose(how, expected):
+    assert shares(how) == pytest.approx(expected, abs=2e-3)
+
+
+def test_choose_at_the_ends():
+    assert choose(LOGITS, Sampling(), 0.0) == 1
+    assert choose(LOGITS, Sampling(), 1 - 2**-53) == 2
+    assert choose(torch.zeros(3), Sampling(temperature=0), 0.5) == 0  # of equals, the first
+
+
+# ---- measuring -----------------------------------------------------------------------------------
+
+
+def test_perplexity_of_a_text(counter, tmp_path, capsys):
+    """Against the plain formula, over windows of 16 labels, the last one shorter; the smoothing of
+    the training loss takes no part."""
+    text = " ".join(str(n % 40) for n in range(3, 43))
+    (tmp_path / "text").write_text(text)
+    assert main(["--load", str(counter), "--perplexity", str(tmp_path / "text")]) == 0
+    said = capsys.readouterr().out
+    model, tokens = read_model(open_checkpoint(counter)), [n % 40 for n in range(3, 43)]
+    loss = 0.0
+    for i in range(1, len(tokens)):
+        start = (i - 1) // 16 * 16
+        logits = next_logits(model, [tokens[start:i]])[0].double()
+        loss -= float(logits.log_softmax(0)[tokens[i]])
+    mean, bits = loss / 39, loss / math.log(2) / len(text)
+    expected = f"loss {mean:.4f}, perplexity {math.exp(mean):.2f}, {bits:.3f} bits per byte"
+    assert said == f"40 tokens: {expected}\n"
+
+
+# ---- tokenizers and mistakes ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def speller(tmp_path_factory):
+    """A run on mock data at tp 1 whose settings name GPT-2's tokenizer of single bytes."""
+    folder = tmp_path_factory.mktemp("speller")
+    symbols = [*byte_characters().values(), "<|endoftext|>"]
+    vocabulary = {symbol: n for n, symbol in enumerate(symbols)}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    flags = ("--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", folder / "vocab.json")
+    code, _ = run_recipe(
+        Group.single("world"),
+        *(*flags, "--merge-file", folder / "merges.txt", "--vocab-size", 300),
+        *("--train-iters", 2, "--save", folder / "run"),
+    )
+    assert code == 0
+    return folder
+
+
+def test_the_tokenizer_is_the_trained_one(speller, capsys):
+    flags = ["--load", str(speller / "run"), "--max-new-tokens", "5", "--top-k", "1"]
+    assert main([*flags, "--prompt", "né "]) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("né ")
+    assert main(flags) == 0  # no prompt: as a document begins
+    named = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(speller / "vocab.json")]
+    named += ["--merge-file", str(speller / "merges.txt"), "--prompt", "né "]
+    capsys.readouterr()
+    assert main([*flags, *named]) == 0
+    assert capsys.readouterr().out == first
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--load", "nowhere", "--prompt", "1"], "nowhere"),
+        (["--prompt", "1 60"], "token id 60 is not in 0 .. 49"),
+        (["--prompt", "one"], "NullTokenizer reads numbers between spaces"),
+        (["--tokenizer-model", "x"], "the tokenizer flags need --tokenizer-type"),
+        (["--tokenizer-type", "HuggingFaceTokenizer"], "needs --tokenizer-model"),
+        (["--ckpt-step", "7"], "7"),
+        (["--temperature", "-1", "--top-p", "0"], "--temperature -1.0 must be 0 or more; --top-p"),
+        (["--perplexity", "nowhere"], "nowhere"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_said_in_a_line(counter, capsys, flags, words):
+    assert main(["--load", str(counter), *flags]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("generate.py: ") and err.count("\n") == 1
+    assert words in err
+
+
+def test_a_model_without_tokenizer_speaks_in_numbers(tmp_path, capsys):
+    run_recipe(Group.single("world"), "--train-iters", 1, "--save", tmp_path / "run")
+    flags = ["--load", str(tmp_path / "run"), "--max-new-tokens", "4"]
+    assert main([*flags, "--prompt", "1 2"]) == 0
+    assert len(capsys.readouterr().out.split()) == 6
+    assert main(flags) == 2
+    assert "needs a --prompt of token numbers" in capsys.readouterr().err
+
+
+def test_help_names_the_flags(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    said = capsys.readouterr().out
+    assert all(f"--{name.replace('_', '-')}" in said for name in script.TOKENIZER_FLAGS)
