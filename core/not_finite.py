@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core.comm import Group, gather_objects
-from core.data_parallel.buckets import DataParallel
+from core.data_parallel.ddp import DataParallel
 
 NAMED = 8  # ranks that are described one by one
 
@@ -29,10 +29,10 @@ def describe(
     samples    of this rank, {microbatch: sample numbers} where the loss is not finite
     gradients  look at them too: where the loss is at fault they only follow from it
     """
-    named = [(name, p) for buffer in replicas.buffers for name, p in buffer.by_name.items()]
-    mine = _tensors("parameter", named)
+    named = list(replicas.named_parts())
+    mine = _tensors("parameter", ((name, values) for name, values, _ in named))
     if gradients:
-        mine += _tensors("gradient", ((name, param.main_grad) for name, param in named))
+        mine += _tensors("gradient", ((name, sums) for name, _, sums in named))
     mine += [f"microbatch {m}, samples {', '.join(map(str, s))}" for m, s in samples.items()]
     found = gather_objects(mine, world, tag="stop.not_finite")
     hit = [(rank, lines) for rank, lines in enumerate(found) if lines]

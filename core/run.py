@@ -22,7 +22,7 @@ from core.checkpoint.reader import Checkpoint, load
 from core.checkpoint.store import Saver
 from core.comm import Group, barrier, gather_objects
 from core.comm.ledger import format_table
-from core.data_parallel.buckets import DataParallel
+from core.data_parallel.ddp import DataParallel
 from core.feed import Feed
 from core.grid import ParallelConfig, RankGrid
 from core.metrics import Metrics
@@ -334,7 +334,6 @@ class Checkpoints:
 
     def save(self, state: TrainState) -> None:
         trainer = self.trainer
-        optimizer = trainer.optimizer if self.config.save_optim else None
         meta = {
             "state": state.to_json(),
             "schedule": trainer.schedule.to_json(),
@@ -343,7 +342,13 @@ class Checkpoints:
             "data": self.data_record,
             "layout": {axis: getattr(trainer.grid.shape, axis) for axis in ("tp", "dp", "pp")},
         }
-        owned = pieces(trainer.replicas, optimizer, trainer.grid.tp, owned=True)
+        owned = pieces(
+            trainer.replicas,
+            trainer.optimizer,
+            trainer.grid.tp,
+            owned=True,
+            moments=self.config.save_optim,
+        )
         self._saver.save(state.iteration, owned, meta)
 
     def load(self) -> TrainState:
@@ -360,6 +365,7 @@ class Checkpoints:
                 raise
             self.notes.append(f"no checkpoint in --load {self.config.load}: a fresh start")
             return TrainState()
+        self.trainer.optimizer.publish()
         return state
 
     def _read(self, checkpoint: Checkpoint) -> TrainState:
@@ -371,8 +377,7 @@ class Checkpoints:
             )
         resume = not self.config.finetune
         with_optimizer = resume and self.config.load_optim
-        optimizer = trainer.optimizer if with_optimizer else None
-        if optimizer is not None and not any(
+        if with_optimizer and not any(
             name.startswith("optimizer/") for name in checkpoint.names()
         ):
             raise CheckpointError(
@@ -380,7 +385,8 @@ class Checkpoints:
                 "--finetune to start at iteration 0"
             )
         with torch.no_grad():
-            checkpoint.fill(pieces(trainer.replicas, optimizer, trainer.grid.tp, owned=False))
+            mine = (trainer.replicas, trainer.optimizer, trainer.grid.tp)
+            checkpoint.fill(pieces(*mine, owned=False, moments=with_optimizer))
         self._loaded = checkpoint.iteration
         self.notes = [f"loaded {checkpoint.path}"]
         if not resume:

@@ -20,6 +20,7 @@ class Shard:
     sum_over  axes besides dp over which gradients must be added: "tp" for parameters that see only
               this rank's tokens under sequence parallelism, "embed" for the tied embedding
     decay     whether weight decay applies (matrices yes, biases and norm gains no)
+    vocabulary  has a row for every token: word table or output layer (--decoupled-lr)
 
     Every cut is one contiguous slice of `dim`: layers that hold several matrices (query, key and
     value; the gated MLP) choose their logical shape so that this is true.
@@ -30,6 +31,7 @@ class Shard:
     padded: int = 0
     sum_over: tuple[str, ...] = ()
     decay: bool = True
+    vocabulary: bool = False
 
     def __post_init__(self) -> None:
         if self.dim is not None and not 0 <= self.dim < len(self.shape):

@@ -20,25 +20,46 @@ from dataclasses import dataclass
 from typing import Literal
 
 from core.comm.ledger import Total, wire_bytes
+from core.data_parallel.config import Strategy
+from core.data_parallel.layout import Bucket
 from core.grid import RankGrid
 from core.pipeline_parallel.actions import RECEIVES, SENDS, Action
 
 
 @dataclass(frozen=True)
+class BucketSizes:
+    """Parameters that travel together over dp. Counts of elements include padding.
+
+    length             of all dp ranks' parts
+    shared_over_tp     of those that this rank sums, the ones that are then added over tp
+    shared_over_embed  likewise over the two stages that hold one table
+    in_blocks          of a block, which is used in turn
+    """
+
+    length: int
+    shared_over_tp: int = 0
+    shared_over_embed: int = 0
+    in_blocks: bool = True
+
+    @classmethod
+    def of(cls, bucket: Bucket, rank: int, ways: int) -> BucketSizes:
+        """As dp rank `rank` sees it; ways: of how many parts it keeps one, 1 where it keeps all."""
+        mine = bucket.part(rank, ways) if ways > 1 else None
+        tp, embed = (sum(b - a for a, b in bucket.shared(x, mine)) for x in ("tp", "embed"))
+        return cls(bucket.length, tp, embed, all("." in slot.unit for slot in bucket.slots))
+
+
+@dataclass(frozen=True)
 class StageSizes:
-    """One stage. Counts of parameters include padding.
+    """One stage.
 
     layers
-    parameters         of this rank
-    shared_over_tp     of these, the ones whose gradients are added over tp
-    shared_over_embed  likewise: the table that the first and the last stage hold
-    first, last        it has the embedding; it has the output layer and the loss
+    buckets      its parameters
+    first, last  it has the embedding; it has the output layer and the loss
     """
 
     layers: int
-    parameters: int
-    shared_over_tp: int = 0
-    shared_over_embed: int = 0
+    buckets: tuple[BucketSizes, ...]
     first: bool = True
     last: bool = True
 
@@ -57,7 +78,10 @@ class Sizes:
     batch_integers      names of int64 arrays [b, s] in a batch
     batch_samples       names of int64 arrays [b]
     batch_floats        names of float32 arrays [b, s]
-    bytes_per_gradient  of the gradient buffer
+    sharding            --data-parallel-sharding-strategy
+    bytes_per_gradient  between dp ranks, of all but those shared with other axes
+    bytes_per_sum       of a gradient sum
+    bytes_per_parameter between dp ranks
     """
 
     seq: int
@@ -70,7 +94,10 @@ class Sizes:
     bytes_per_loss: int = 4
     loss_mode: Literal["pipelined", "one-shot", "split", "unfused"] = "pipelined"
     loss_chunk: int | None = None
+    sharding: Strategy = "no_shard"
     bytes_per_gradient: int = 4
+    bytes_per_sum: int = 4
+    bytes_per_parameter: int = 4
     batch_integers: int = 3
     batch_samples: int = 1
     batch_floats: int = 1
@@ -113,24 +140,38 @@ def _calls(z: Sizes, tp: int) -> Iterator[Call]:
                 yield from _unfused_output(z) if unfused else _fused_output(z, tp)
     for group in ("dp_cp", "pp"):
         yield group, "all_reduce", 2 * 8  # loss and token sums, float64
-    for stage in z.stages:
-        yield from _gradients(z, stage)
-    for group in ("tp", "pp"):
+    yield from _gradients(z)
+    yield from _parameters(z)
+    for group in ("tp", "pp", *(() if z.sharding == "no_shard" else ("dp_cp",))):
         yield group, "all_reduce", 8  # the squared norm, float64
     yield "world", "all_reduce", 8  # stop flag
 
 
-def _gradients(z: Sizes, stage: StageSizes) -> Iterator[Call]:
-    """What other axes share, then all over dp; a table on two stages in a piece of its own."""
-    alone = stage.shared_over_embed
+def _gradients(z: Sizes) -> Iterator[Call]:
+    """All over dp, once a step, or once a microbatch where gradients are not kept; then what other
+    axes share, in one message each."""
+    op = "all_reduce" if z.sharding == "no_shard" else "reduce_scatter"
+    times = z.microbatches if z.sharding in ("optim_grads", "optim_grads_params") else 1
+    buckets = [bucket for stage in z.stages for bucket in stage.buckets]
+    for bucket in buckets * times:
+        yield "dp_cp", op, bucket.length * z.bytes_per_gradient
     for group, count in (
-        ("tp", stage.shared_over_tp),
-        ("embed", alone),
-        ("dp_cp", stage.parameters - alone),
-        ("dp_cp", alone),
+        ("tp", sum(bucket.shared_over_tp for bucket in buckets)),
+        ("embed", sum(bucket.shared_over_embed for bucket in buckets)),
     ):
         if count:
-            yield group, "all_reduce", count * z.bytes_per_gradient
+            yield group, "all_reduce", count * z.bytes_per_sum
+
+
+def _parameters(z: Sizes) -> Iterator[Call]:
+    """Updated parameters; where they are not kept, those of blocks before every forward and
+    backward, the others once a step."""
+    if z.sharding == "no_shard":
+        return
+    for bucket in (bucket for stage in z.stages for bucket in stage.buckets):
+        comes_and_goes = z.sharding == "optim_grads_params" and bucket.in_blocks
+        for _ in range(2 * z.microbatches if comes_and_goes else 1):
+            yield "dp_cp", "all_gather", bucket.length * z.bytes_per_parameter
 
 
 def _transfers(z: Sizes, tp: int, row: Sequence[Action]) -> Iterator[Call]:

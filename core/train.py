@@ -17,7 +17,7 @@ import torch
 
 from core.batch_schedule import BatchSchedule
 from core.comm import Group, all_reduce_
-from core.data_parallel.buckets import DataParallel
+from core.data_parallel.ddp import DataParallel
 from core.feed import Feed
 from core.not_finite import describe
 from core.optimizer.adam import Optimizer
@@ -115,7 +115,8 @@ class Trainer:
         if key not in self._executors:
             row = self.make_row(microbatches, forward_only)
             log = None if forward_only else self.pipeline_log
-            self._executors[key] = Executor(row, self.stages, self.grid.pp, log=log)
+            sync = None if forward_only else self.replicas.sync
+            self._executors[key] = Executor(row, self.stages, self.grid.pp, sync, log)
         return self._executors[key]
 
     def open_wires(self) -> None:

@@ -75,7 +75,7 @@ def batch():
 def ours() -> Callable[[], None]:
     import torch
 
-    from core.data_parallel.buckets import DataParallel
+    from core.data_parallel.ddp import DataParallel
     from core.feed import Feed
     from core.optimizer.adam import Optimizer
     from core.optimizer.config import OptimizerConfig

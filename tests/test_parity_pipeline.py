@@ -14,8 +14,9 @@ import torch
 
 from core.comm import Group
 from core.pipeline_parallel.schedules import row_maker
-from core.traffic import Sizes, StageSizes, step_traffic
-from core.train import TrainingStopped, TrainState
+from core.pipeline_parallel.stage import Stage
+from core.traffic import BucketSizes, Sizes, StageSizes, step_traffic
+from core.train import Trainer, TrainingStopped, TrainState
 from models.config import GPTConfig
 from tests.training import GPT2, LLAMA, WITH_DROPOUT, Layout, gathered, make_trainer
 
@@ -143,7 +144,7 @@ def ledger_and_prediction(world: Group, model: GPTConfig, layout: Layout) -> tup
         micro_batch=layout.micro_batch_size,
         hidden=model.hidden_size,
         microbatches=microbatches,
-        stages=tuple(map(stage_sizes, trainer.stages)),
+        stages=tuple(stage_sizes(trainer, stage) for stage in trainer.stages),
         sequence_parallel=layout.sequence_parallel,
         loss_mode="split" if layout.schedule == "zb_h1" else "pipelined",
     )
@@ -154,16 +155,11 @@ def ledger_and_prediction(world: Group, model: GPTConfig, layout: Layout) -> tup
     return {key: tuple(sums.values()) for key, sums in found.items()}, predicted
 
 
-def stage_sizes(stage) -> StageSizes:
-    def count(axis: str | None) -> int:
-        params = stage.parameters()
-        return sum(p.numel() for p in params if axis is None or axis in p.shard.sum_over)
-
+def stage_sizes(trainer: Trainer, stage: Stage) -> StageSizes:
+    buckets = [memory.bucket for memory in trainer.replicas.memories_of(stage)]
     return StageSizes(
         layers=len(stage.layers),
-        parameters=count(None),
-        shared_over_tp=count("tp"),
-        shared_over_embed=count("embed"),
+        buckets=tuple(BucketSizes.of(bucket, 0, 1) for bucket in buckets),
         first=stage.is_first,
         last=stage.is_last,
     )

@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.comm import Group
 from core.comm.ledger import Ledger
+from core.data_parallel.layout import Bucket
 from core.grid import RankGrid
 from core.tensor_parallel import output_loss_operands
-from core.traffic import Sizes, StageSizes, step_traffic
+from core.traffic import BucketSizes, Sizes, StageSizes, step_traffic
 from core.train import Limits, TrainState, train
 from models.config import GPTConfig
 from models.flops import parameters
@@ -55,8 +56,9 @@ class Witness(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def second_step(world: Group, model: GPTConfig, layout: Layout) -> tuple[dict, dict, dict]:
-    """Of the second training step: totals by (group, op), the same by tag, torch's count by op."""
+def second_step(world: Group, model: GPTConfig, layout: Layout) -> tuple[dict, dict, dict, list]:
+    """Of the second training step: totals by (group, op), the same by tag, torch's count by op;
+    and the buckets of the parameters."""
     usual = output_loss_operands.default_chunk
     output_loss_operands.default_chunk = lambda *_: CHUNK * layout.tp
     try:
@@ -69,7 +71,8 @@ def second_step(world: Group, model: GPTConfig, layout: Layout) -> tuple[dict, d
     finally:
         output_loss_operands.default_chunk = usual
     ledger = trainer.grid.ledger
-    return added_up(ledger, "group", "op"), added_up(ledger, "op", "tag"), witness.calls
+    buckets = [memory.bucket for memory in trainer.replicas.memories]
+    return added_up(ledger, "group", "op"), added_up(ledger, "op", "tag"), witness.calls, buckets
 
 
 def added_up(ledger: Ledger, *by: str) -> dict[tuple, tuple[int, int, int]]:
@@ -81,8 +84,10 @@ def added_up(ledger: Ledger, *by: str) -> dict[tuple, tuple[int, int, int]]:
     return {key: (row["calls"], row["payload"], row["wire"]) for key, row in sums.items()}
 
 
-def sizes_of(model: GPTConfig, layout: Layout, dp: int) -> Sizes:
-    """What core.traffic asks for, from the model's shape alone."""
+def sizes_of(
+    model: GPTConfig, layout: Layout, dp: int, buckets: list[Bucket], dp_rank: int
+) -> Sizes:
+    """What core.traffic asks for, from the model's shape and, for the padding, its buckets."""
     tp, layers, h = layout.tp, model.num_layers, model.hidden_size
     parts = parameters(model)
     biases = 0 if model.disable_bias_linear else 2 * layers * h  # of the row-parallel linears
@@ -92,16 +97,24 @@ def sizes_of(model: GPTConfig, layout: Layout, dp: int) -> Sizes:
     shared = whole if layout.sequence_parallel else 0
     if model.qk_layernorm and not layout.sequence_parallel:  # other heads on every rank
         shared = 2 * layers * model.head_dim
+    slots = [slot for bucket in buckets for slot in bucket.slots]
+    assert sum(slot.stop - slot.start for slot in slots) == whole + cut // tp
+    assert sum(slot.stop - slot.start for slot in slots if slot.axis == "tp") == shared
+    ways = 1 if layout.sharding == "no_shard" else dp
+    mine = tuple(BucketSizes.of(bucket, dp_rank, ways) for bucket in buckets)
     return Sizes(
         seq=model.seq_length,
         micro_batch=layout.micro_batch_size,
         hidden=h,
-        stages=(StageSizes(layers, whole + cut // tp, shared_over_tp=shared),),
+        stages=(StageSizes(layers, mine),),
         microbatches=8 // (layout.micro_batch_size * dp),
         sequence_parallel=layout.sequence_parallel,
         bytes_per_element=model.bytes_per_element,
         bytes_per_loss=model.bytes_per_element,
+        sharding=layout.sharding,
         bytes_per_gradient=model.bytes_per_element,
+        bytes_per_sum=model.bytes_per_element,
+        bytes_per_parameter=model.bytes_per_element,
         loss_mode={"auto": "pipelined"}.get(model.loss_mode, model.loss_mode),
         loss_chunk=even_chunk(model.seq_length * layout.micro_batch_size, layout),
     )
@@ -129,6 +142,11 @@ CASES = {
     "tp2-dp2": (4, GPT2, Layout(tp=2, micro_batch_size=2)),
     "tp2-dp2-sp": (4, LLAMA, replace(SP, micro_batch_size=2)),
     "tp2-llama": (2, LLAMA, Layout(tp=2)),
+    "dp2-optim": (2, GPT2, Layout(sharding="optim")),
+    "dp4-optim-buckets": (4, GPT2, Layout(sharding="optim", bucket=4000, overlap=True)),
+    "dp2-optim-grads": (2, GPT2, Layout(sharding="optim_grads", micro_batch_size=1)),
+    "dp2-all-sharded": (2, LLAMA, Layout(sharding="optim_grads_params", overlap=True)),
+    "tp2-dp2-sp-all-sharded": (4, GPT2, replace(SP, sharding="optim_grads_params")),
     **{f"tp2-{mode}": (2, replace(GPT2, loss_mode=mode), Layout(tp=2)) for mode in MODES},
     **{f"tp2-sp-{mode}": (2, replace(GPT2, loss_mode=mode), SP) for mode in MODES},
 }
@@ -138,11 +156,10 @@ CASES = {
 def test_prediction_equals_the_ledger(ranks, name):
     size, model, layout = CASES[name]
     grid = RankGrid.fit(size, tp=layout.tp)
-    predicted = {
-        key: astuple(total)
-        for key, total in step_traffic(sizes_of(model, layout, grid.dp), grid).items()
-    }
-    for measured, _, seen in ranks.run(second_step, model, layout, size=size):
+    results = ranks.run(second_step, model, layout, size=size)
+    for rank, (measured, _, seen, buckets) in enumerate(results):
+        sizes = sizes_of(model, layout, grid.dp, buckets, grid.coord(rank).dp)
+        predicted = {key: astuple(total) for key, total in step_traffic(sizes, grid).items()}
         assert measured == predicted
         by_op: Counter = Counter()
         for (_, op), (calls, _, _) in measured.items():
@@ -166,7 +183,7 @@ def test_collectives_of_a_layer(ranks, layout, forward, backward):
     """A layer costs Megatron's count, all of one size, in every layer."""
     microbatches = 2
     activation = GPT2.seq_length * layout.micro_batch_size * GPT2.hidden_size * 4
-    for _, by_tag, _ in ranks.run(second_step, GPT2, layout, size=2):
+    for _, by_tag, _, _ in ranks.run(second_step, GPT2, layout, size=2):
         for layer in range(GPT2.num_layers):
             counts = {"forward": Counter(), "backward": Counter()}
             for (op, tag), (calls, payload, _) in by_tag.items():
@@ -183,7 +200,7 @@ def test_a_large_run_on_a_laptop():
         seq=8192,
         micro_batch=1,
         hidden=16384,
-        stages=(StageSizes(layers=2, parameters=10**9),),
+        stages=(StageSizes(layers=2, buckets=(BucketSizes(10**9),)),),
         microbatches=1,
         bytes_per_element=2,
     )

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from core.comm import Group, all_gather
-from core.data_parallel.buckets import DataParallel
+from core.data_parallel.config import DataParallelConfig
+from core.data_parallel.ddp import DataParallel
 from core.feed import Feed
 from core.grid import RankGrid
 from core.optimizer.adam import Optimizer
@@ -58,6 +59,8 @@ class Layout:
     """dp is what the ranks leave.
 
     chunks    stages per pipeline rank     layers    of each stage; by default an even split
+    sharding  over dp                      overlap   communication of gradients and parameters
+    bucket    --ddp-bucket-size
     """
 
     tp: int = 1
@@ -67,11 +70,22 @@ class Layout:
     chunks: int = 1
     schedule: str | None = None
     layers: tuple[int, ...] | None = None
+    sharding: str = "no_shard"
+    overlap: bool = False
+    bucket: int | None = None
 
     def placement(self, num_layers: int) -> Placement:
         if self.layers is not None:
             return Placement(self.layers, self.pp)
         return place_layers(num_layers, self.pp, chunks=self.chunks)
+
+    def data_parallel(self) -> DataParallelConfig:
+        return DataParallelConfig(
+            data_parallel_sharding_strategy=self.sharding,
+            overlap_grad_reduce=self.overlap,
+            overlap_param_gather=self.overlap and self.sharding != "no_shard",
+            ddp_bucket_size=self.bucket,
+        )
 
 
 @dataclass
@@ -99,7 +113,7 @@ def make_trainer(world: Group, model: GPTConfig, layout: Layout, **optim) -> tup
         dtype=dtype,
     )
     config = OptimizerConfig(**{"lr": 1e-3, "lr_decay_style": "constant", **optim})
-    replicas = DataParallel(stages, grid.dp_cp, grid.tp, grid.embed)
+    replicas = DataParallel(stages, grid.dp_cp, grid.tp, grid.embed, layout.data_parallel())
     optimizer = Optimizer(replicas, grid.tp, grid.pp, config)
     schedule = Schedule.of(config, train_samples=8000, global_batch_size=8)
     sizes = train.batch_schedule(grid.shape.dp)
@@ -125,14 +139,15 @@ def make_trainer(world: Group, model: GPTConfig, layout: Layout, **optim) -> tup
 def gathered(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Logical parameters by name, whole."""
     tp, out = trainer.grid.tp, {}
-    for stage in trainer.stages:
-        for name, param in stage.named_parameters():
-            shard = shard_of(param)
-            local = param.detach().clone().view(shard.local_shape(tp.size))
-            if shard.dim is not None:
-                local = all_gather(local, tp, dim=shard.dim, tag="test.gather")
-                local = local.narrow(shard.dim, 0, shard.shape[shard.dim])
-            out[name] = local
+    with trainer.replicas.whole_parameters():
+        for stage in trainer.stages:
+            for name, param in stage.named_parameters():
+                shard = shard_of(param)
+                local = param.detach().clone().view(shard.local_shape(tp.size))
+                if shard.dim is not None:
+                    local = all_gather(local, tp, dim=shard.dim, tag="test.gather")
+                    local = local.narrow(shard.dim, 0, shard.shape[shard.dim])
+                out[name] = local
     return out
 
 

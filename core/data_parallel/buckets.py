@@ -1,123 +1,217 @@
-"""`GradBuffer`: the flat parameters and gradients of one stage.
+"""`BucketMemory`: parameters and gradients of one bucket on this rank, and their two collectives.
 
-`param.data` and `param.main_grad` are views of two flat arrays; gradients hold sums over tokens and
-microbatches in float32 (float64 under --fp64), whatever the parameter's type. Linears and
-embeddings add their weight gradients straight into main_grad; everything else arrives through
-autograd and is added by a hook. See layout.py for what lies where.
+Gradients hold sums over tokens and microbatches in float32 (float64 under --fp64), whatever the
+parameter's type. `param.main_grad` is where to add them: linears, embeddings and the output loss do
+so themselves, the rest arrives through autograd. What is kept, and what travels, by strategy:
+
+    strategy            gradients kept   parameters kept    reduction               gather
+    no_shard            all              all                all-reduce, a step      none
+    optim               all              all                reduce-scatter, a step  a step
+    optim_grads         my part          all                … a microbatch          a step
+    optim_grads_params  my part          my part            … a microbatch          at each use
+
+Imports core.comm. Read layout.py first; ddp.py decides when.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
-from core.comm import Group, all_reduce_
-from core.data_parallel.layout import Layout, lay_out
-from core.shard import shard_of
-from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from core.comm import (
+    Group,
+    Pending,
+    start_all_gather,
+    start_all_reduce_,
+    start_reduce_scatter,
+)
+from core.data_parallel.config import Strategy
+from core.data_parallel.layout import Bucket, Slot
 
 
-def add_weight_grad(param: nn.Parameter, grad: Tensor, x: Tensor) -> None:
-    """main_grad += grad' x; grad [n, rows], x [n, columns] of a linear's weight [rows, columns]."""
-    main = param.main_grad.view(grad.shape[1], x.shape[1])
-    if main.dtype == grad.dtype == x.dtype:
-        main.addmm_(grad.t(), x)
-    else:
-        main.add_(grad.t().to(main.dtype) @ x.to(main.dtype))
+class FlatParameter(nn.Parameter):
+    """A parameter whose memory belongs to a bucket; `BucketMemory` makes parameters into these."""
+
+    memory: BucketMemory
+    place: int
+
+    @property
+    def main_grad(self) -> Tensor:
+        """The gradient sum so far, to be added to; zeros before the first gradient of a step."""
+        return self.memory.gradient(self.place)
 
 
-def add_bias_grad(param: nn.Parameter, grad: Tensor) -> None:
-    """main_grad += sum of the rows of grad [n, rows]."""
-    param.main_grad.add_(grad.sum(dim=0, dtype=param.main_grad.dtype))
+class BucketMemory:
+    """One bucket of this rank.
 
-
-def add_embedding_grad(param: nn.Parameter, grad: Tensor, ids: Tensor) -> None:
-    """main_grad[ids] += grad; grad [n, h], ids [n] local rows."""
-    param.main_grad.index_add_(0, ids, grad.to(param.main_grad.dtype))
-
-
-class GradBuffer:
-    """Flat parameters and gradients of a module whose parameters all have a Shard.
-
-    params  [total] flat parameters      grads  [total] flat gradients
+    params       [n] flat parameters     grads    [n] flat gradients of this step or microbatch
+    kept         my part of params       reduced  my part of the gradients' sums over dp
+    mine         (start, stop) of my part; all of the bucket where nothing is sharded
+    dtype        of gradient sums        message  of gradients between ranks
+    on_complete  is told when every parameter has had its gradient since `expect`
     """
 
-    def __init__(self, module: nn.Module, device: torch.device | str = "cpu") -> None:
-        """device: of a module without parameters, such as a stage that only passes on."""
-        named = list(module.named_parameters())
-        first = named[0][1] if named else torch.empty(0, device=device)
-        self.layout: Layout = lay_out([(n, tuple(p.shape), shard_of(p)) for n, p in named])
-        self.by_name: dict[str, nn.Parameter] = dict(named)
-        accumulate = torch.float64 if first.dtype == torch.float64 else torch.float32
-        self.params = torch.empty(self.layout.total, dtype=first.dtype, device=first.device)
-        self.grads = torch.zeros(self.layout.total, dtype=accumulate, device=first.device)
-        for slot in self.layout.slots:
-            param = self.by_name[slot.name]
-            view = self.params[slot.start : slot.stop].view(slot.shape)
-            view.copy_(param.data)
-            param.data = view
-            param.main_grad = self.grads[slot.start : slot.stop].view(slot.shape)
-        self._connect(module)
+    def __init__(
+        self,
+        bucket: Bucket,
+        params: Mapping[str, nn.Parameter],
+        dp: Group,
+        strategy: Strategy = "no_shard",
+        message: torch.dtype | None = None,
+    ) -> None:
+        self.bucket, self.dp = bucket, dp
+        self.sharded = strategy != "no_shard"
+        self.shards_grads = strategy in ("optim_grads", "optim_grads_params")
+        self.shards_params = strategy == "optim_grads_params"
+        self.mine = bucket.part(dp.rank, dp.size) if self.sharded else (0, bucket.length)
+        first = params[bucket.slots[0].name]
+        self.dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+        self.message = message or self.dtype
+        self.params = torch.zeros(bucket.length, dtype=first.dtype, device=first.device)
+        self.parameters = [self._adopt(place, params) for place in range(len(bucket.slots))]
+        start, stop = self.mine
+        self.kept = self.params[start:stop]
+        if self.shards_params:
+            self.kept = self.kept.clone()
+        self.grads: Tensor | None = None
+        self.reduced: Tensor
+        if self.shards_grads:
+            self.reduced = torch.zeros(stop - start, dtype=self.dtype, device=first.device)
+        else:
+            self._allocate()
+            self.reduced = self.grads[start:stop]
+        self.on_complete: Callable[[BucketMemory], None] | None = None
+        self._gathering: Pending | None = None
+        self._reducing: Pending | None = None
+        self.release()
+        self.begin_step()
 
-    def _connect(self, module: nn.Module) -> None:
-        """Weight gradients go straight into main_grad; the rest through a hook."""
-        for part in module.modules():
-            if isinstance(part, ColumnParallelLinear | RowParallelLinear):
-                part.weight_grad, part.bias_grad = add_weight_grad, add_bias_grad
-            elif isinstance(part, VocabParallelEmbedding):
-                part.weight_grad = add_embedding_grad
-        for param in self.by_name.values():
-            param.register_post_accumulate_grad_hook(_move_to_main_grad)
+    def _adopt(self, place: int, params: Mapping[str, nn.Parameter]) -> FlatParameter:
+        slot = self.bucket.slots[place]
+        param = params[slot.name]
+        view = self.params[slot.start : slot.stop].view(slot.shape)
+        view.copy_(param.data)
+        param.data = view
+        param.__class__ = FlatParameter
+        param.memory, param.place = self, place
+        param.register_post_accumulate_grad_hook(partial(_arrived, self, place))
+        return param
 
-    def zero_(self) -> None:
-        self.grads.zero_()
+    def my_slots(self, flat: Tensor) -> Iterator[tuple[Slot, Tensor]]:
+        """Every slot that my part overlaps, with its elements in `flat`, a tensor of my part."""
+        first, last = self.mine
+        for slot in self.bucket.slots:
+            start, stop = max(slot.start, first), min(slot.stop, last)
+            if start < stop:
+                yield slot, flat[start - first : stop - first]
 
-    def region(self, axis: str) -> Tensor:
-        """The gradients that are summed over `axis` besides dp."""
-        start, stop = self.layout.regions[axis]
-        return self.grads[start:stop]
+    # -- gradients ---------------------------------------------------------------------------------
 
-    def parts(self) -> list[Tensor]:
-        """All gradients, in the pieces in which they are summed over dp: a table that two stages
-        hold is one of its own, so that both add up its elements in the same order."""
-        start, _ = self.layout.regions["embed"]
-        return [part for part in (self.grads[:start], self.grads[start:]) if part.numel()]
+    def begin_step(self) -> None:
+        """All gradients are zero from here on: no memory is touched until one arrives."""
+        self._fresh = [True] * len(self.bucket.slots)
+        self._nothing_reduced = True
+        self.expect()
+
+    def expect(self) -> None:
+        """From here on, wait for one gradient of every parameter."""
+        self._missing = set(range(len(self.bucket.slots)))
+
+    def _allocate(self) -> None:
+        self.grads = torch.empty(self.bucket.length, dtype=self.dtype, device=self.params.device)
+        for start, stop in self.bucket.gaps():
+            self.grads[start:stop].zero_()
+
+    def gradient(self, place: int) -> Tensor:
+        """Where to add the gradient of parameter number `place`."""
+        view, fresh = self.target(place)
+        return view.zero_() if fresh else view
+
+    def target(self, place: int) -> tuple[Tensor, bool]:
+        """(its place, whether that is to be overwritten instead of added to)."""
+        if self.grads is None:
+            self._allocate()
+        slot, fresh = self.bucket.slots[place], self._fresh[place]
+        self._fresh[place] = False
+        return self.grads[slot.start : slot.stop].view(slot.shape), fresh
+
+    def arrived(self, place: int) -> None:
+        """Told of every parameter when autograd is done with its gradient."""
+        if place in self._missing:
+            self._missing.remove(place)
+            if not self._missing and self.on_complete is not None:
+                self.on_complete(self)
+
+    @property
+    def started(self) -> bool:
+        """Whether a reduction is on its way, or was finished in this step."""
+        return self._reducing is not None or not self._nothing_reduced
+
+    def start_reduction(self) -> None:
+        """Sum over dp what has been added since the last time, if anything has."""
+        self.finish_reduction()
+        if self.shards_grads and self.grads is None:
+            return
+        for place, fresh in enumerate(self._fresh):
+            if fresh:
+                self.gradient(place)
+        message = self.grads
+        if self.dp.size > 1 and self.message != self.dtype:
+            message = message.to(self.message)
+        in_place = message is self.grads and not self.shards_grads
+        if self.sharded:
+            out = self.reduced if in_place else None
+            self._reducing = start_reduce_scatter(message, self.dp, out=out, tag="gradients")
+        else:
+            self._reducing = start_all_reduce_(message, self.dp, tag="gradients")
+        if self.shards_grads:
+            self.grads = None
+            self._fresh = [True] * len(self._fresh)
+
+    def finish_reduction(self) -> None:
+        """Afterwards `reduced` holds the sums."""
+        if self._reducing is None:
+            return
+        got, self._reducing = self._reducing.wait(), None
+        if self.shards_grads and not self._nothing_reduced:
+            self.reduced.add_(got)
+        elif self.shards_grads or got.dtype != self.dtype:
+            self.reduced.copy_(got)
+        self._nothing_reduced = False
+
+    # -- parameters --------------------------------------------------------------------------------
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all of `params` is in memory, or on its way."""
+        return self.params.untyped_storage().size() > 0
+
+    def start_gather(self) -> None:
+        """Fetch all parts of `params` from the ranks that keep them."""
+        if self._gathering is not None:
+            return
+        self.params.untyped_storage().resize_(self.params.numel() * self.params.element_size())
+        self._gathering = start_all_gather(self.kept, self.dp, out=self.params, tag="parameters")
+
+    def finish_gather(self) -> None:
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def release(self) -> None:
+        """Give up the memory of `params` where only my part is kept."""
+        if self.shards_params:
+            self.finish_gather()
+            self.params.untyped_storage().resize_(0)
 
 
-def _move_to_main_grad(param: Tensor) -> None:
-    if param.grad is None:  # a linear or embedding has added to main_grad already
-        return
-    param.main_grad.add_(param.grad)
-    param.grad = None
-
-
-class DataParallel:
-    """The stages of this rank, each with its buffer, replicated over `dp`.
-
-    dp     ranks that hold the same parameters: gradients are summed over them
-    tp     for gradients of parameters that see part of the tokens or heads
-    embed  for a word table that two stages hold
-    """
-
-    def __init__(self, stages: list, dp: Group, tp: Group, embed: Group) -> None:
-        self.stages = list(stages)
-        self.buffers = [GradBuffer(stage, stage.wire.device) for stage in stages]
-        self.dp, self.axes = dp, {"tp": tp, "embed": embed}
-
-    def zero_grad(self) -> None:
-        for buffer in self.buffers:
-            buffer.zero_()
-
-    def sum_gradients(self) -> None:
-        """Sum what other axes share, then everything over dp.
-
-        In this order: two stages that share a table would otherwise add parts that differ.
-        """
-        for buffer in self.buffers:
-            for axis, group in self.axes.items():
-                part = buffer.region(axis)
-                if part.numel():
-                    all_reduce_(part, group, tag=f"gradients.{axis}")
-        for buffer in self.buffers:
-            for part in buffer.parts():
-                all_reduce_(part, self.dp, tag="gradients")
+def _arrived(memory: BucketMemory, place: int, param: Tensor) -> None:
+    """After autograd: what it has left in .grad goes to the bucket."""
+    if param.grad is not None:  # None: a layer has added to main_grad already
+        view, fresh = memory.target(place)
+        view.copy_(param.grad) if fresh else view.add_(param.grad)
+        param.grad = None
+    memory.arrived(place)

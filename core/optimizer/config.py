@@ -15,8 +15,8 @@ from typing import Literal
 class OptimizerConfig:
     """Optimizer and learning rate"""
 
-    optimizer: Literal["adam", "sgd"] = "adam"
-    """adam is AdamW: the decay is not part of the gradient."""
+    optimizer: Literal["adam", "sgd", "apex_adam"] = "adam"
+    """adam is AdamW (the decay is not part of the gradient); apex_adam insists on NVIDIA apex's."""
     lr: float = field(metadata={"mock": 3e-3})
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -41,6 +41,10 @@ class OptimizerConfig:
     """Iterations of the last part of WSD."""
     lr_wsd_decay_samples: int | None = None
     """Samples of the last part of WSD."""
+    decoupled_lr: float | None = None
+    """Peak learning rate of the word embedding and the output layer; by default --lr."""
+    decoupled_min_lr: float | None = None
+    """Their learning rate at the end of the decay; by default --min-lr."""
     weight_decay: float = 0.01
     """Decay of weight matrices and embeddings; norms and biases have none."""
     start_weight_decay: float | None = None
@@ -59,6 +63,12 @@ class OptimizerConfig:
     """Momentum of --optimizer sgd."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+    log_num_zeros_in_grad: bool = False
+    """Count the gradient's zeros."""
+    log_params_norm: bool = False
+    """Norm of all parameters."""
+    log_layer_grad_norms: bool = False
+    """Gradient norm of every layer, in --metrics-file."""
 
     def problems(self) -> Iterator[str]:
         """What is out of range; how the schedule's flags fit is core/optimizer/schedule.py's."""

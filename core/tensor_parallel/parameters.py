@@ -72,8 +72,9 @@ def cut_shard(
     stride   `dim` holds that many matrices one after the other and each is cut (a gated MLP's two):
              the logical tensor then has a dimension of its own for them
 
-    >>> cut_shard((8, 3), 0, stride=2)
-    Shard(shape=(2, 4, 3), dim=1, padded=0, sum_over=(), decay=True)
+    >>> shard = cut_shard((8, 3), 0, stride=2)
+    >>> shard.shape, shard.dim
+    ((2, 4, 3), 1)
     """
     if stride > 1:
         if logical not in (0, shape[dim]):

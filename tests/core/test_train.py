@@ -238,6 +238,7 @@ def decayed(world: Group, model, layout: Layout) -> dict[str, float]:
             param.data += 1.0  # biases are 0 at first
     before = gathered(trainer)
     trainer.replicas.zero_grad()
+    trainer.replicas.sum_gradients()
     trainer.optimizer.step(0.5, 0.1, tokens=1.0)
     after = gathered(trainer)
     return {name: float((after[name] / before[name]).mean()) for name in before}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.data_parallel.buckets import DataParallel
+from core.data_parallel.ddp import DataParallel
 from core.process_grid import ProcessGrid
 from models.config import GPTConfig
 from models.gpt import GPTStage, build_stages

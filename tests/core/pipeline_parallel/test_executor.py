@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from core.comm import Group
-from core.data_parallel.buckets import GradBuffer
+from core.data_parallel.ddp import DataParallel
 from core.pipeline_parallel.actions import Action, Op, Plan
 from core.pipeline_parallel.executor import Executor
 from core.pipeline_parallel.measured import PipelineLog, read_measured
@@ -54,13 +54,13 @@ def batches(count: int, rows: int = ROWS):
 
 def train(stages: list[Stage], row, pp: Group, microbatches: int, **options):
     """Gradients by stage and name, the result, and the executor after one step."""
-    buffers = {stage.index: GradBuffer(stage) for stage in stages}
+    DataParallel(stages, ALONE, ALONE, ALONE)
     executor = Executor(row, stages, pp, **options)
     result = executor.run(batches(microbatches))
     grads = {
-        f"{index}.{name}": param.main_grad.clone()
-        for index, buffer in buffers.items()
-        for name, param in buffer.by_name.items()
+        f"{stage.index}.{name}": param.main_grad.clone()
+        for stage in stages
+        for name, param in stage.named_parameters()
     }
     return grads, result, executor
 
@@ -130,7 +130,7 @@ def test_a_split_backward_adds_the_same_gradients_later():
 
 def test_weight_gradients_wait_for_w_and_norms_do_not():
     stage = Toy(0, 1)
-    buffer = GradBuffer(stage)
+    DataParallel([stage], ALONE, ALONE, ALONE)
     seen = []
     watched = Executor(row_of("F0@0 I0@0 W0@0"), [stage], ALONE)
     for op in (Op.I, Op.W):
@@ -145,7 +145,7 @@ def test_weight_gradients_wait_for_w_and_norms_do_not():
         watched._do[op] = after
     watched.run(batches(1))
     assert seen == [[False, False, True], 1, [True, True, True], 0]
-    assert buffer.grads.abs().min() > 0
+    assert all(param.main_grad.abs().min() > 0 for param in stage.parameters())
 
 
 def test_a_backward_in_one_piece_does_not_wait():
@@ -261,7 +261,7 @@ def sent_outputs(world: Group, kind: str) -> list[bool]:
     plan = build_plan("gpipe", 2, 4)
     stage = {"added": Added, "tanh": Watched}[kind](world.rank, 2)
     stage.made = {}
-    GradBuffer(stage)
+    DataParallel([stage], ALONE, ALONE, ALONE)
     executor = Executor(plan.row(world.rank), [stage], world)
     held = []
     backward = executor._do[Op.B]
