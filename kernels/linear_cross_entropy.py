@@ -34,7 +34,7 @@ from torch import Tensor
 
 UPCAST_BYTES = 4 << 20  # weight rows that are cast to the accumulation type at once
 TILE_BYTES = 8 << 20  # logits that exist at once where they are recomputed
-BLOCK = 1 << 20  # elements of a block of whole rows of logits
+BLOCK_BYTES = 2 << 20  # rows of logits that go through all steps together, in a core's cache
 
 
 @dataclass(frozen=True)
@@ -168,16 +168,15 @@ class TorchLogits:
             found += _at_target(logits, target, start)
             if self.terms.label_smoothing:
                 linear += logits.sum(1)
-            higher = torch.maximum(top, logits.amax(1))
+            if entropy:  # the logits are needed once more below
+                shifted = logits.clone()
+            higher, sums = self._exponentials_(logits, top)
             step = top - higher  # 0 or less
             shrink = step.exp()
-            logits.sub_(higher.unsqueeze(1))
-            if entropy:  # spread = sum (z - top) exp(z - top); moving top by step moves every term
-                shifted = logits.clone()
-                spread = shrink * (spread + step * total) + shifted.mul_(logits.exp_()).sum(1)
-            else:
-                logits.exp_()
-            total = total * shrink + logits.sum(1)
+            if entropy:  # sum of (z - top) exp(z - top); a move of top by step moves every term
+                shifted.sub_(higher.unsqueeze(1))
+                spread = shrink * (spread + step * total) + shifted.mul_(logits).sum(1)
+            total = total * shrink + sums
             top = higher
         lse = top + total.log()
         mean = torch.where(total > 0, top + spread / total, 0) if entropy else None
@@ -199,14 +198,14 @@ class TorchLogits:
         self._logits_into(logits, hidden.to(self.operand_dtype), 0, self.rows)
         found = _at_target(logits, target, 0)
         linear = logits.sum(1) if self.terms.label_smoothing else None
-        top = logits.amax(1).clamp_(min=self.smallest)
-        slot.shift = top
+        top = self._vector(n, self.smallest)
         if self.terms.softcap is None:
-            total = logits.sub_(top.unsqueeze(1)).exp_().sum(1)
+            top, total = self._exponentials_(logits, top)
         else:  # the slot keeps z, which the softcap's derivative needs
-            total = torch.cat(
-                [(part - top[i:j, None]).exp_().sum(1) for i, j, part in _row_blocks(logits)]
-            )
+            total = torch.empty_like(top)
+            for i, j, part in self._row_blocks(logits):
+                top[i:j], total[i:j] = self._exponentials_(part.clone(), top[i:j])
+        slot.shift = top
         return TokenStats(top + total.log(), self._score(found, linear), top, found)
 
     def gradient(
@@ -231,9 +230,7 @@ class TorchLogits:
             a = a * (slot.shift - tokens.lse).exp()
             self._finish_gradient_(logits, target, 0, a, b, c)
         else:
-            for i, j, part in _row_blocks(logits):
-                rows = tokens.map(lambda vector, i=i, j=j: vector[i:j])
-                self._gradient_of_logits_(part, target[i:j], 0, rows)
+            self._gradient_of_logits_(logits, target, 0, tokens)
         summed = self._zero_sum(dhidden)
         self._add_products(
             logits, hidden.to(self.operand_dtype), 0, self.rows, summed, dweight, dbias
@@ -302,24 +299,45 @@ class TorchLogits:
             out.div_(self.terms.softcap).tanh_().mul_(self.terms.softcap)
         return out
 
+    def _exponentials_(self, logits: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+        """logits become exp(logits - higher); returns higher, the larger of top and the row's
+        largest, and the sums of rows."""
+        higher, total = torch.empty_like(top), torch.empty_like(top)
+        for i, j, part in self._row_blocks(logits):
+            torch.maximum(top[i:j], part.amax(1), out=higher[i:j])
+            torch.sum(part.sub_(higher[i:j, None]).exp_(), 1, out=total[i:j])
+        return higher, total
+
+    def _row_blocks(self, logits: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """Blocks of whole rows that a core's cache holds; a GPU takes all at once."""
+        step = len(logits)
+        if not logits.is_cuda:
+            step = max(1, BLOCK_BYTES // (logits.shape[1] * self.dtype.itemsize))
+        for i in range(0, len(logits), max(step, 1)):
+            j = min(i + step, len(logits))
+            yield i, j, logits[i:j]
+
     def _gradient_of_logits_(
         self, logits: Tensor, target: Tensor, start: int, tokens: TokenGradient
     ) -> None:
         """z of columns start … becomes the gradient with respect to x = h w + bias, in place."""
-        a, b, c = tokens.factors(self.terms)
         cap = self.terms.softcap
-        slope = None if cap is None else 1 - (logits / cap).square_()
-        logits.sub_(tokens.lse.unsqueeze(1))
-        if tokens.entropy_weight is None:
-            logits.exp_()
-        else:  # a p - e p (H + z - lse)
-            a = torch.addcmul(a, tokens.entropy_weight, tokens.entropy, value=-1)
-            shape = torch.addcmul(a[:, None], tokens.entropy_weight[:, None], logits, value=-1)
-            logits.exp_().mul_(shape)
-            a = None
-        self._finish_gradient_(logits, target, start, a, b, c)
-        if slope is not None:
-            logits.mul_(slope)
+        for i, j, z in self._row_blocks(logits):
+            rows = tokens.map(lambda vector, i=i, j=j: vector[i:j])
+            a, b, c = rows.factors(self.terms)
+            slope = None if cap is None else 1 - (z / cap).square_()
+            z.sub_(rows.lse.unsqueeze(1))
+            if rows.entropy_weight is None:
+                z.exp_()
+            else:  # a p - e p (H + z - lse)
+                weight = rows.entropy_weight
+                a = torch.addcmul(a, weight, rows.entropy, value=-1)
+                shape = torch.addcmul(a[:, None], weight[:, None], z, value=-1)
+                z.exp_().mul_(shape)
+                a = None
+            self._finish_gradient_(z, target[i:j], start, a, b, c)
+            if slope is not None:
+                z.mul_(slope)
 
     @staticmethod
     def _finish_gradient_(
@@ -371,14 +389,6 @@ def _at_target(logits: Tensor, target: Tensor, start: int) -> Tensor:
     """The logit of the target where it is one of these columns, else 0.  [n, columns] -> [n]"""
     mine, columns = _columns_of(target, start, logits.shape[1])
     return torch.where(mine, logits.gather(1, columns.unsqueeze(1)).squeeze(1), 0)
-
-
-def _row_blocks(logits: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """Blocks of whole rows of logits, so that what is derived from them stays small."""
-    step = max(1, BLOCK // logits.shape[1])
-    for i in range(0, len(logits), step):
-        j = min(i + step, len(logits))
-        yield i, j, logits[i:j]
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:

@@ -17,7 +17,7 @@ def small_tiles(monkeypatch):
     """Tiles of 7 columns and 64 rows of weight, blocks of 3 tokens: none divides its whole."""
     monkeypatch.setattr(lce, "TILE_BYTES", 7 * N * 8)
     monkeypatch.setattr(lce, "UPCAST_BYTES", 1)
-    monkeypatch.setattr(lce, "BLOCK", 3 * V)
+    monkeypatch.setattr(lce, "BLOCK_BYTES", 3 * V * 8)
 
 
 def operands(dtype=torch.float64):
