@@ -17,11 +17,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from core.launch.place import LaunchError
 from core.launch.status import Status
@@ -104,6 +105,19 @@ def describe_exit(code: int) -> str:
         return f"killed by signal {-code}"
 
 
+class Others(Protocol):
+    """The way to the other ranks: core/launch/watch.py's Watch."""
+
+    def announce(self, failure: Failure) -> bool:
+        """Writes the failure where all ranks see it; False if another one came first."""
+
+    def ask_around(self) -> None:
+        """Makes every rank say where it is, so that a dead one is found."""
+
+    def linger(self) -> None:
+        """Waits a moment for the others to have read, if this process serves the store."""
+
+
 class Reporter:
     """This rank's last words: a sys.excepthook.
 
@@ -111,9 +125,7 @@ class Reporter:
                   parent on this machine writes, seldom where it may be a cluster's file system
     parent_tells  the --nproc parent will print the traceback from the record
     alone         a single process: it just prints its traceback, as Python does
-    announce      tells the other ranks, through the store, once there is one; False if it is
-                  no news
-    ask_around    makes all ranks say where they are, so that a dead one is found
+    others        the way to the other ranks, once there is one
     step          set by the training loop, for the record
     status_dir    gets a status.json that says so when this rank fails
     """
@@ -130,8 +142,7 @@ class Reporter:
         self.folders = list(folders)
         self.parent_tells = parent_tells
         self.alone = alone
-        self.announce: Callable[[Failure], bool] | None = None
-        self.ask_around: Callable[[], None] | None = None
+        self.others: Others | None = None
         self.step: int | None = None
         self.status_dir: str | Path | None = None
         self._leaving = threading.Lock()  # the first thread that ends this process keeps it
@@ -155,8 +166,8 @@ class Reporter:
             sys.__excepthook__(kind, error, trace)
             return
         if LOST_PEER.search(str(error)):
-            if self.ask_around:
-                self.ask_around()
+            if self.others:
+                self.others.ask_around()
             self.let_the_cause_speak()
             failure = replace(failure, victim=True, cause="lost contact with another rank")
         _tell_torchrun(error)
@@ -166,17 +177,20 @@ class Reporter:
         """Makes `failure` known everywhere and ends this process."""
         self._leaving.acquire()
         self.record(failure)
-        text = failure.headline if self.parent_tells else failure
+        first = self.others is None or self.others.announce(failure)
+        text = failure.headline if self.parent_tells or not first else failure
         print(text, file=sys.stderr, flush=True)
-        if self.announce:
-            self.announce(failure)
+        if self.others:
+            self.others.linger()
         leave(code)
 
     def refuse(self, error: LaunchError) -> None:
         """Ends this process with exit code 2; of several ranks with bad input one prints it."""
         self._leaving.acquire()
         refusal = Failure(self.rank, str(error), refusal=True)
-        error.mine = error.mine and (self.announce is None or self.announce(refusal))
+        if self.others and error.mine:
+            error.mine = self.others.announce(refusal)
+            self.others.linger()
         refuse(error)
 
     @property

@@ -110,8 +110,7 @@ class Watch:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> Watch:
-        self._reporter.announce = self.announce
-        self._reporter.ask_around = self.ask_around
+        self._reporter.others = self
         self._threads = [
             threading.Thread(target=self._listen, args=(self._store.clone(),), daemon=True),
             threading.Thread(target=self._pulse, args=(self._store.clone(),), daemon=True),
@@ -130,7 +129,7 @@ class Watch:
             self._store.compare_set(self._key("end"), b"", DONE)
         self._over.wait(seconds)
         self._over.set()
-        self._reporter.announce = self._reporter.ask_around = None
+        self._reporter.others = None
         for thread in self._threads:
             thread.join(LINGER)
         self._say_goodbye(seconds)
@@ -139,16 +138,19 @@ class Watch:
         """Writes the failure where all ranks see it; False if another one came first."""
         text = failure.to_json().encode()
         try:
-            first = self._store.compare_set(self._key("end"), b"", text)
-            self._say_goodbye(LINGER)
+            return self._store.compare_set(self._key("end"), b"", text) == text
         except RuntimeError:
             return True  # the store is gone, and that ends all others too
-        return first == text
 
     def ask_around(self) -> None:
         """Makes every rank say where it is; rank 0 names one that does not."""
         with suppress(RuntimeError):  # the store is gone, and its owner is to blame
             self._store.add(self._key("question"), 1)
+
+    def linger(self) -> None:
+        """Waits a moment for the others to have read, if this process serves the store."""
+        with suppress(RuntimeError):
+            self._say_goodbye(LINGER)
 
     def _say_goodbye(self, seconds: float) -> None:
         """The owner of the store leaves last, the others at once."""
@@ -314,5 +316,6 @@ class Watch:
             print(failure, file=sys.stderr, flush=True)
         if culprit != self._circle.owner:  # with whom the store is gone, or hangs
             self.announce(failure)
+            self.linger()
         self._put_down(failure)
         self._reporter.yield_to(failure)
