@@ -54,9 +54,9 @@ from core.tensor_parallel.output_loss_passes import (
     TAG,
     GradientsInForward,
     Recomputed,
+    buffer_for,
     local_statistics,
 )
-from kernels.linear_cross_entropy import accumulation_dtype
 
 MODES = ("auto", "pipelined", "one-shot", "split")
 REDUCTIONS = ("mean", "sum", "none")
@@ -80,7 +80,7 @@ def vocab_parallel_linear_cross_entropy(
     mode: str = "auto",
     chunk: int | None = None,
     grad_scale: float | Tensor = 1.0,
-    accumulate: Tensor | None = None,
+    accumulate: Tensor | Callable[[], Tensor] | None = None,
     defer: Callable[[Callable[[], None]], None] | None = None,
     check_target: bool = False,
     tp_group=None,
@@ -95,8 +95,9 @@ def vocab_parallel_linear_cross_entropy(
     grad_scale       the gradient this loss will get from above (a loss scale), where it is known;
                      gradients are formed with it, the loss itself is not scaled
     accumulate       [v/t, h] float32 (or float64) buffer, such as weight.main_grad, to which
-                     dweight is added; weight gets no .grad. Mode pipelined adds in forward, and
-                     its backward then refuses another gradient from above than grad_scale
+                     dweight is added, or a function that returns it then; weight gets no .grad.
+                     Mode pipelined adds in forward, and its backward then refuses another gradient
+                     from above than grad_scale
     defer            mode split: is handed the function that will add dweight to `accumulate`
 
     Low-precision operands give a float32 loss. Raises TypeError or ValueError for what cannot fit.
@@ -107,7 +108,10 @@ def vocab_parallel_linear_cross_entropy(
     terms = layer.terms(label_smoothing, z_loss, softcap)
     needs_grad = torch.is_grad_enabled() and layer.requires_grad
     mode, _ = choose_mode(mode, reduction, needs_grad, deferred=defer is not None)
-    _check_accumulate(accumulate, defer, weight)
+    if torch.is_tensor(accumulate):
+        buffer_for(weight, accumulate)
+    if defer is not None and accumulate is None:
+        raise ValueError("defer needs accumulate=, the buffer that dweight will be added to")
     target = layer.checked_target(target, ignore_index, check_target)
     job = layer.job(target, ignore_index, terms, mode, chunk, weights, reduction)
     job = replace(job, grad_scale=grad_scale, accumulate=accumulate, defer=defer)
@@ -234,18 +238,3 @@ def vocab_parallel_accuracy(
     top, found = every.view(layer.group.size, 2, -1).amax(0)
     right = torch.where(found >= top, job.weights, 0)
     return right.sum() if job.reduced else right.view(target.shape)
-
-
-def _check_accumulate(
-    accumulate: Tensor | None, defer: Callable | None, weight: Tensor
-) -> None:
-    if defer is not None and accumulate is None:
-        raise ValueError("defer needs accumulate=, the buffer that dweight will be added to")
-    if accumulate is None:
-        return
-    wanted = accumulation_dtype(weight.dtype)
-    if accumulate.shape != weight.shape or accumulate.dtype != wanted:
-        raise ValueError(
-            f"accumulate is {accumulate.dtype} {tuple(accumulate.shape)}; dweight is added up in "
-            f"{wanted} {tuple(weight.shape)}"
-        )

@@ -53,7 +53,8 @@ class LossJob:
     reduced     the loss is one number
     entropy     every token's entropy is wanted beside its loss
     grad_scale  the gradient that will come from above, where gradients are formed in forward
-    accumulate  [v/t, h] buffer to which dweight is added, instead of being returned
+    accumulate  [v/t, h] buffer to which dweight is added, instead of being returned, or a function
+                that returns it, called when dweight is made
     defer       takes over the function that does so (mode "split")
     """
 
@@ -67,7 +68,7 @@ class LossJob:
     reduced: bool = True
     entropy: bool = False
     grad_scale: float | Tensor = 1.0
-    accumulate: Tensor | None = None
+    accumulate: Tensor | Callable[[], Tensor] | None = None
     defer: Callable[[Callable[[], None]], None] | None = None
 
     def take(self, vector: Tensor, a: int, b: int) -> Tensor:
@@ -110,6 +111,18 @@ def _start_gather(job: LossJob, strip: Tensor) -> Pending:
     return start_all_gather(strip, job.group, tag=f"{TAG}.hidden")
 
 
+def buffer_for(weight: Tensor, accumulate: Tensor | Callable[[], Tensor]) -> Tensor:
+    """Where dweight is added, once it is known to fit."""
+    buffer = accumulate() if callable(accumulate) else accumulate
+    wanted = accumulation_dtype(weight.dtype)
+    if buffer.shape != weight.shape or buffer.dtype != wanted:
+        raise ValueError(
+            f"accumulate is {buffer.dtype} {tuple(buffer.shape)}; dweight is added up in "
+            f"{wanted} {tuple(weight.shape)}"
+        )
+    return buffer
+
+
 class Gradients:
     """dhidden, dweight and dbias of one loss, filled chunk by chunk; None where not wanted.
 
@@ -126,7 +139,7 @@ class Gradients:
         self.dhidden = hidden.new_empty(hidden.shape) if wanted[0] else None
         self.dweight = self.dbias = None
         if wanted[1] and job.accumulate is not None:
-            self.dweight = job.accumulate
+            self.dweight = buffer_for(weight, job.accumulate)
         elif wanted[1]:
             self.dweight = weight.new_zeros(weight.shape, dtype=dtype)
         if wanted[2]:

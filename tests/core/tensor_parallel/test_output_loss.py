@@ -257,17 +257,21 @@ def test_frozen_operands(mode, frozen):
 
 @pytest.mark.parametrize("mode", ["pipelined", "one-shot", "split"])
 def test_weight_gradient_into_a_buffer(mode):
-    """dweight is added to what the buffer holds; a loss scale is known through grad_scale."""
+    """dweight is added to what the buffer holds; a loss scale is known through grad_scale.
+
+    A function is asked for the buffer when dweight is made: in forward, or not before backward.
+    """
     case = Case(dtype=torch.bfloat16)
     data = case.operands()
     data["above"] = torch.tensor(8.0, dtype=torch.float64)
     exact = dense(case, data)
     hidden, weight = (data[k].clone().requires_grad_() for k in ("hidden", "weight"))
-    buffer = torch.ones(weight.shape)
+    buffer, asked = torch.ones(weight.shape), []
     loss = vocab_parallel_linear_cross_entropy(
         hidden, weight, data["target"], weights=data["weights"], reduction="sum", mode=mode,
-        grad_scale=8.0, accumulate=buffer,
+        grad_scale=8.0, accumulate=lambda: asked.append(mode) or buffer,
     )  # fmt: skip
+    assert asked == ([mode] if mode == "pipelined" else [])
     assert error(loss, exact["loss"]) < 1e-6
     loss.backward(torch.tensor(8.0))
     assert weight.grad is None
