@@ -27,6 +27,12 @@ from core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from core.tensor_parallel.output_loss import (
+    vocab_parallel_accuracy,
+    vocab_parallel_entropy,
+    vocab_parallel_linear_cross_entropy,
+    vocab_parallel_log_probs,
+)
 from core.tensor_parallel.random import (
     CheckpointWithoutOutput,
     checkpoint,
@@ -44,6 +50,10 @@ from core.tensor_parallel.utils import (
 
 __all__ = [
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
+    "vocab_parallel_log_probs",
+    "vocab_parallel_entropy",
+    "vocab_parallel_accuracy",
     "broadcast_data",
     "ColumnParallelLinear",
     "RowParallelLinear",
