@@ -195,6 +195,8 @@ def _environment(job: Job) -> list[str]:
         "# Every rank that fails leaves a record here.",
         f"export PHALANX_RECORDS={records}",
         'mkdir -p "$PHALANX_RECORDS"',
+        "# At the time limit this script outlives srun, to say why and to requeue the job.",
+        "trap : TERM",
     ]
     if job.launcher == "torchrun":
         lines += [
