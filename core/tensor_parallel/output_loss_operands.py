@@ -116,37 +116,40 @@ class OutputLayer:
             target=local_target(flat, self.start, self.rows, ignore_index),
             weights=_token_weights(weights, target, ignore_index, reduction, self.weight.dtype),
             rows=self.rows,
-            chunk=self._strip_chunk(chunk, mode),
+            chunk=self.strip_chunk(chunk, mode),
             strips=self.strips,
             reduced=reduction != "none",
             entropy=entropy,
         )
 
-    def _strip_chunk(self, chunk: int | None, mode: str) -> int:
+    def strip_chunk(self, chunk: int | None, mode: str) -> int:
         """Tokens of a strip in one chunk: the same on every rank, whatever the shards' sizes."""
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk is {chunk}; it counts tokens and must be 1 or more")
         mine = max(len(self.hidden), 1)
         if chunk is not None:
             return -(-chunk // self.strips)
-        columns = -(-(self.vocab_size or 0) // self.group.size)
+        columns = None if self.vocab_size is None else -(-self.vocab_size // self.group.size)
         most = -(-default_chunk(mode, columns, self.weight, self.group.size) // self.strips)
         return -(-mine // -(-mine // most))  # chunks of nearly one size
 
 
-def default_chunk(mode: str, columns: int, weight: Tensor, ranks: int) -> int:
+def default_chunk(mode: str, columns: int | None, weight: Tensor, ranks: int) -> int:
     """Tokens in a chunk whose logits, [chunk, columns] of this rank, fit the memory set aside.
 
     The pipelined modes hold a chunk's logits (two chunks', where statistics travel meanwhile): 40
     MiB on a CPU, 250 MiB on a GPU. More tokens mean fewer passes over dweight, at least 128 (512)
-    are needed for that to cost little. One-shot holds tiles, whose size the kernels choose.
+    are needed for that to cost little, and taken where the shards' size is not known on every rank.
+    One-shot holds tiles, whose size the kernels choose.
     """
     gpu = weight.is_cuda
     if mode == "one-shot":
         return 8192 if gpu else 1024
     itemsize = weight.dtype.itemsize if gpu else accumulation_dtype(weight.dtype).itemsize
-    bytes_per_token = max(columns, 1) * itemsize * (2 if ranks > 1 else 1)
     least, most, memory = (512, 4096, 250 << 20) if gpu else (128, 1024, 40 << 20)
+    if columns is None:
+        return least
+    bytes_per_token = max(columns, 1) * itemsize * (2 if ranks > 1 else 1)
     return min(max(memory // bytes_per_token, least), most)
 
 

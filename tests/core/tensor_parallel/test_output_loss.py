@@ -4,6 +4,8 @@ import threading
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.comm import Group
@@ -14,6 +16,7 @@ from core.tensor_parallel.output_loss import (
     vocab_parallel_linear_cross_entropy,
     vocab_parallel_log_probs,
 )
+from core.tensor_parallel.output_loss_operands import OutputLayer, default_chunk
 from tests.core.tensor_parallel.dense_loss import (
     Case,
     assemble,
@@ -125,6 +128,39 @@ def test_low_precision_is_one_rounding_away():
             for name in ("dhidden", "dweight"):
                 best = error(exact[name].bfloat16(), exact[name])
                 assert error(got[name], exact[name]) <= 1.1 * best
+
+
+@given(
+    tokens=st.integers(1, 9),
+    vocab_size=st.integers(1, 12),
+    padding=st.integers(0, 3),
+    chunk=st.integers(1, 10),
+    mode=st.sampled_from(["pipelined", "one-shot", "split"]),
+    label_smoothing=st.sampled_from([0.0, 0.3]),
+    softcap=st.sampled_from([None, 2.0]),
+    ignored=st.sampled_from(["some", "none", "all"]),
+    seed=st.integers(0, 1000),
+)
+@settings(deadline=None, max_examples=60)
+def test_any_size(tokens, padding, **options):
+    """One token, one entry, one token a chunk, chunks larger than the batch, padding rows."""
+    case = Case(shape=(tokens, 1), hidden_size=3, bias=True, z_loss=1e-2, **options)
+    exact = dense(case, case.operands())
+    cuts = (0, case.vocab_size + padding)
+    got = assemble(case, [sharded(Group.single("tp"), case.with_(cuts=cuts))])
+    for name, value in got.items():
+        assert (value - exact[name]).norm() <= 1e-12 * (1 + exact[name].norm()), name
+
+
+def test_chunks_of_nearly_one_size():
+    """1000 tokens of 50,304 float32 logits in 40 MiB: 208 at most, so 5 of 200."""
+    weight = torch.empty(50304, 1)
+    assert default_chunk("pipelined", 50304, weight, 1) == 208
+    assert default_chunk("pipelined", 25152, weight, 2) == 208  # two buffers of half the width
+    assert default_chunk("pipelined", None, weight, 2) == 128
+    layer = OutputLayer.of(torch.empty(1000, 1), weight, None, None, False, None, None)
+    assert layer.strip_chunk(None, "pipelined") == 200
+    assert layer.strip_chunk(7, "pipelined") == 7
 
 
 # ---- what is sent --------------------------------------------------------------------------------
