@@ -7,12 +7,10 @@ Given stages and feeds, it knows neither models nor datasets. Read `run` first, 
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -20,17 +18,16 @@ from core.checkpoint.directory import differences
 from core.checkpoint.errors import CheckpointError, MissingCheckpoint
 from core.checkpoint.reader import Checkpoint, load
 from core.checkpoint.store import Saver
-from core.comm import Group, barrier, gather_objects
+from core.comm import barrier
 from core.comm.ledger import format_table
 from core.data_parallel.ddp import DataParallel
 from core.feed import Feed
-from core.grid import ParallelConfig, RankGrid
+from core.grid import ParallelConfig
 from core.metrics import Metrics
 from core.optimizer import schedule as schedules
 from core.optimizer.adam import Optimizer
 from core.optimizer.config import OptimizerConfig
 from core.pipeline_parallel.measured import PipelineLog
-from core.pipeline_parallel.placement import Placement
 from core.pipeline_parallel.schedules import row_maker
 from core.pipeline_parallel.stage import Stage
 from core.process_grid import ProcessGrid
@@ -46,9 +43,6 @@ from core.train import (
 )
 from core.train_config import CheckpointConfig, LoggingConfig, TrainConfig
 
-if TYPE_CHECKING:
-    from core.launch.world import World
-
 
 class Sections(Protocol):
     """The sections of a recipe's config that a run reads; model and data are its own affair."""
@@ -58,37 +52,6 @@ class Sections(Protocol):
     train: TrainConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
-
-
-@dataclass(frozen=True)
-class Feeder:
-    """Makes a Feed of a data set: the arrays named, for this rank's samples; tp rank 0 reads.
-
-    microbatches       (data set, consumed, global batch, micro batch, dp rank, dp size) -> a step's
-                       microbatches
-    integers, floats   names of int64 and float32 arrays
-    """
-
-    grid: ProcessGrid
-    microbatches: Callable[..., Iterator]
-    micro_batch_size: int
-    integers: Sequence[str]
-    floats: Sequence[str]
-
-    def __call__(self, dataset: Any) -> Feed:
-        grid = self.grid
-
-        def source(consumed: int, global_batch: int) -> Iterator:
-            place = (grid.dp_cp.rank, grid.dp_cp.size)
-            return self.microbatches(dataset, consumed, global_batch, self.micro_batch_size, *place)
-
-        return Feed(
-            None if grid.tp.rank else source,
-            grid.tp,
-            grid.device,
-            integers=self.integers,
-            floats=self.floats,
-        )
 
 
 class Sets(Protocol):
@@ -155,42 +118,6 @@ class Inputs:
     stop_requested: Callable[[], str | None] = lambda: None
     at_step: Callable[[int], None] = lambda step: None
     progress_bar: bool = False
-
-
-def build_grid(parallel: ParallelConfig, world: World) -> ProcessGrid:
-    """The grid that the flags ask for: dp takes what tp and pp leave. Collective."""
-    shape = RankGrid.fit(
-        world.size,
-        tp=parallel.tensor_model_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        order=parallel.order,
-    )
-    return ProcessGrid.build(shape, world.group, world.device)
-
-
-def layout_facts(world: World, grid: ProcessGrid, placement: Placement) -> list[str]:
-    """Lines that say who takes part and, in a pipeline, which layers lie where."""
-    shape = grid.shape
-    return [
-        f"{world.size} rank{'s' * (world.size > 1)} ({world.rule}): "
-        f"tp {shape.tp} x dp {shape.dp} x pp {shape.pp} on {world.device.split(':')[0]}, "
-        f"backend {world.backend}",
-        *(str(placement).splitlines() if shape.pp > 1 else ()),
-    ]
-
-
-def writes_first(folder: str | None, reads: bool, world: Group) -> bool:
-    """Whether this rank is the first of those that read and see this very folder: it writes there
-    what all of them lack. Collective; makes the folder."""
-    if folder is None:
-        return False
-    mine = None
-    if reads:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        found = os.stat(folder)
-        mine = [socket.gethostname(), found.st_dev, found.st_ino]
-    seen = gather_objects(mine, world, tag="startup.cache")
-    return reads and seen.index(mine) == world.rank
 
 
 def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:

@@ -6,14 +6,17 @@ does not wait for numpy. Neighbour: data/from_flags.py (the data sets).
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from data.config import TOKENIZER_FLAGS, BertDataConfig, DataConfig
 
 if TYPE_CHECKING:
     from data.sets import Mix
+
+Model = TypeVar("Model")  # a model's config: a dataclass with a vocab_size
 
 
 def tokenizer_of(config: DataConfig, vocab_size: int | None = None):
@@ -43,6 +46,11 @@ def vocabulary_of(config: DataConfig, vocab_size: int | None = None) -> int | No
     except DataError:
         return None
     return tokenizer.vocab_size
+
+
+def with_vocabulary(model: Model, config: DataConfig) -> Model:
+    """The model's config with its vocabulary filled in, where it is known."""
+    return dataclasses.replace(model, vocab_size=vocabulary_of(config, model.vocab_size))
 
 
 def is_null(config: DataConfig) -> bool:

@@ -1,8 +1,9 @@
-"""TransformerConfig and GPTConfig: the shape of a model, with Megatron's flag names and defaults.
+"""TransformerConfig, GPTConfig and BertConfig: a model's shape, with Megatron's flag names.
 
-Pure: standard library only; nothing of ours is imported. models/transformer.py and models/gpt.py
-unpack it in their constructors. What follows from other fields is a property. `problems` is about
-the shape alone; `layout_problems` about the shape cut over ranks (core/layout_checks.py calls it).
+Pure: standard library only; nothing of ours is imported. models/transformer.py, models/gpt.py and
+models/bert.py unpack it in their constructors. What follows from other fields is a property.
+`problems` is about the shape alone; `layout_problems` about the shape cut over ranks
+(core/layout_checks.py calls it).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FFN_MULTIPLE = 64  # a gated MLP's default width is a multiple of this
+TOKEN_TYPES = 2  # of BERT: first text, second text
 
 
 @dataclass(kw_only=True)
@@ -123,7 +125,7 @@ class TransformerConfig:
             *("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling"),
             *("rope_scaling_factor", "rotary_seq_len_interpolation_factor", "normalization"),
             *("norm_epsilon", "qk_layernorm", "swiglu", "squared_relu", "disable_bias_linear"),
-            *("add_qkv_bias", "untie_embeddings_and_output_weights", "vocab_size"),
+            *("add_qkv_bias", "vocab_size"),
         )
         record = {name: getattr(self, name) for name in same}
         if self.position_embedding_type == "learned_absolute":
@@ -286,6 +288,10 @@ class GPTConfig(TransformerConfig):
     z_loss: float = 0.0
     """Factor of the squared log of the softmax's normaliser, added to the loss."""
 
+    def identity(self) -> dict[str, object]:
+        name = "untie_embeddings_and_output_weights"
+        return {**super().identity(), name: getattr(self, name)}
+
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if not 0.0 <= self.label_smoothing < 1.0:
@@ -294,6 +300,41 @@ class GPTConfig(TransformerConfig):
             yield f"--z-loss {self.z_loss:g} must be 0 or more"
         if self.z_loss and self.loss_mode == "unfused":
             yield f"--z-loss {self.z_loss:g} is not known to --loss-mode unfused; use auto"
+
+
+@dataclass(kw_only=True)
+class BertConfig(TransformerConfig):
+    """Shape of the model, and what it learns"""
+
+    norm_placement: Literal["post", "pre"] = "post"
+    """Norms behind each part and the embedding (the original BERT), or before (Megatron's)."""
+    bert_no_binary_head: bool = False
+    """Do not learn whether the second text follows the first."""
+    mask_prob: float = 0.15
+    """Share of the tokens that are to be guessed."""
+    loss_mode: Literal["auto", "pipelined", "one-shot", "split", "unfused"] = "auto"
+    """How the output layer and its loss are computed; unfused keeps their logits in memory."""
+
+    @property
+    def binary_head(self) -> bool:
+        return not self.bert_no_binary_head
+
+    @property
+    def pair_weight(self) -> float:
+        """What a sample's pair loss counts beside a token's: about the tokens to be guessed in a
+        sample, so that the mean over tokens is about the sum of the two losses' own means."""
+        return self.mask_prob * self.seq_length
+
+    def identity(self) -> dict[str, object]:
+        names = ("norm_placement", "bert_no_binary_head")
+        return super().identity() | {name: getattr(self, name) for name in names}
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if not 0.0 < self.mask_prob < 1.0:
+            yield f"--mask-prob {self.mask_prob:g} must be above 0 and below 1"
+        if 0 < self.seq_length < 8:
+            yield f"--seq-length {self.seq_length} has no room for two texts; use 8 or more"
 
 
 def divisors(n: int) -> list[int]:

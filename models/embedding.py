@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from core.random import init_normal_
 from core.shard import Shard
 from core.tensor_parallel import VocabParallelEmbedding
-from models.transformer import Build, Context, dropout_add
+from models.transformer import Build, Context, Norm, dropout_add
 
 
 class Table(nn.Module):
@@ -34,12 +34,13 @@ class Table(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Sum of the tables, then dropout.
+    """Sum of the tables, then a norm if there is one, then dropout.
 
     vocab_size       rows of the logical word table
     padded_size      rows stored by all tp ranks together
     max_positions    0: no position table (rotary or none)
     token_types      0: no token-type table
+    norm             of the sum: the original BERT's
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Embedding(nn.Module):
         dropout: float,
         max_positions: int = 0,
         token_types: int = 0,
+        norm: Norm | None = None,
     ) -> None:
         super().__init__()
         self.tp, self.sequence_parallel = build.tp, build.sequence_parallel
@@ -69,6 +71,7 @@ class Embedding(nn.Module):
             seed=build.seed,
             init_std=std,
         )
+        self.norm = norm
         self.position = self.token_type = None
         if max_positions:
             self.position = Table(
@@ -97,6 +100,8 @@ class Embedding(nn.Module):
             x = x + self.position(self.mine(positions))
         if self.token_type is not None and token_types is not None:
             x = x + self.token_type(self.mine(token_types))
+        if self.norm is not None:
+            x = self.norm(x)
         if self.dropout > 0 and context.dropout is not None:
             nothing = x.new_zeros(()).expand_as(x)
             x = dropout_add(

@@ -59,12 +59,7 @@ class GPTStage(Stack):
         """[s or s/t, b, h] -> [s, b, v/t], padding columns at minus infinity."""
         weight = self.embedding.word.weight if self.tied else None
         logits, _ = self.output(hidden, weight=weight)
-        per_rank = self.padded_size // self.tp.size
-        real = min(max(self.vocab_size - self.tp.rank * per_rank, 0), per_rank)
-        if real < per_rank:
-            padding = torch.arange(per_rank, device=logits.device) >= real
-            logits = logits.masked_fill(padding, -torch.inf)
-        return logits
+        return self.without_padding(logits)
 
     def compute(self, batch: Batch, activation: Tensor | None) -> Tensor | Loss:
         hidden = self.hidden(batch, activation)
@@ -89,7 +84,7 @@ class GPTStage(Stack):
             vocab_size=self.vocab_size,
             reduction="sum",
             mode=self.loss_mode,
-            accumulate=getattr(weight, "main_grad", None) if self.training else None,
+            accumulate=self.gradient_sum(weight),
             defer=self.defer if may_wait else None,
             tp_group=self.tp,
         )

@@ -31,7 +31,7 @@ class Stack(Stage):
 
     tied            the output layer uses the word table: the last stage then holds it too
     token_types     rows of the token-type table (0: none)
-    norm_placement  see Block; after "post" blocks there is no final norm
+    norm_placement  see Block; "post" has a norm behind the embedding instead of the last block
     """
 
     def __init__(
@@ -63,7 +63,9 @@ class Stack(Stage):
         self.padded_size = config.padded_vocab_size(tp.size)
         self.dropping = config.hidden_dropout > 0 or config.attention_dropout > 0
         self.tied = tied
-        self.embedding = self._embedding(config, build, token_types)
+        norm = (config.normalization, config.hidden_size, config.norm_epsilon, build)
+        embedding_norm = Norm(*norm) if self.is_first and norm_placement == "post" else None
+        self.embedding = self._embedding(config, build, token_types, embedding_norm)
         self.rotary = rotary_of(config)
         options = {
             "rotary": self.rotary,
@@ -72,14 +74,10 @@ class Stack(Stage):
             "activation": activation,
         }
         self.layers = nn.ModuleDict({str(n): Block(config, n, build, **options) for n in layers})
-        self.final_norm = None
-        if self.is_last and norm_placement == "pre":
-            self.final_norm = Norm(
-                config.normalization, config.hidden_size, config.norm_epsilon, build
-            )
+        self.final_norm = Norm(*norm) if self.is_last and norm_placement == "pre" else None
 
     def _embedding(
-        self, config: TransformerConfig, build: Build, token_types: int
+        self, config: TransformerConfig, build: Build, token_types: int, norm: Norm | None
     ) -> Embedding | None:
         """On the first stage; a tied last stage of several holds its own copy of the word table,
         under the same name."""
@@ -95,6 +93,7 @@ class Stack(Stage):
             dropout=config.hidden_dropout,
             max_positions=config.max_positions if learned and self.is_first else 0,
             token_types=token_types if self.is_first else 0,
+            norm=norm,
         )
         if self.tied and self.count > 1:
             table = embedding.word.weight
@@ -140,6 +139,15 @@ class Stack(Stage):
         for block in self.layers.values():
             x = block(x, context)
         return x if self.final_norm is None else self.final_norm(x)
+
+    def without_padding(self, logits: Tensor) -> Tensor:
+        """[..., v/t] with the columns beyond the vocabulary at minus infinity."""
+        per_rank = self.padded_size // self.tp.size
+        real = min(max(self.vocab_size - self.tp.rank * per_rank, 0), per_rank)
+        if real == per_rank:
+            return logits
+        padding = torch.arange(per_rank, device=logits.device) >= real
+        return logits.masked_fill(padding, -torch.inf)
 
 
 S = TypeVar("S", bound=Stack)

@@ -1,0 +1,149 @@
+"""From a recipe's config and the ranks to a run: grid, stages, feeds.
+
+What pretrain_gpt.py and pretrain_bert.py do alike once torch is there. The model and the data sets
+come from the recipe as functions. Read `carry_out` first. Neighbours: core/start.py (before),
+core/run.py (after).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from core.comm import Group, gather_objects
+from core.config_record import to_json
+from core.feed import Feed
+from core.grid import ParallelConfig, RankGrid
+from core.pipeline_parallel.placement import Placement
+from core.pipeline_parallel.stage import Stage
+from core.process_grid import ProcessGrid
+from core.run import Data, Inputs, run
+from core.train import Stopped
+
+if TYPE_CHECKING:
+    from core.launch import World
+
+
+def carry_out(
+    config: Any,
+    model: Any,
+    world: World,
+    build_stages: Callable[..., Sequence[Stage]],
+    open_data: Callable[[ProcessGrid, set[str], dict, int], Data],
+    *,
+    title: str,
+    parameters: int,
+    flops_per_token: int,
+) -> Stopped | None:
+    """Build what the config of a recipe says and train it; returns as `run` does.
+
+    model            its config, the vocabulary filled in
+    build_stages     of the model, with build_stack's arguments
+    open_data        (grid, names of the arrays that the stages look at, record of the data in the
+                     checkpoint, samples consumed) -> Data
+    title            what is trained      parameters  how many it has
+    """
+    parallel = config.parallel
+    grid = build_grid(parallel, world)
+    placement = parallel.placement(model.num_layers)
+    stages = build_stages(
+        model,
+        grid,
+        placement=[placement.layers_of(stage) for stage in range(placement.stages)],
+        micro_batch_size=config.train.micro_batch_size,
+        sequence_parallel=parallel.sequence_parallel,
+        seed=config.train.seed,
+        dtype=torch.float64 if model.fp64 else torch.float32,
+    )
+    needs = set().union(*(stage.needs for stage in stages))
+    inputs = Inputs(
+        stages=stages,
+        open_data=lambda record, consumed: open_data(grid, needs, record, consumed),
+        record=to_json(config),
+        model_record=model.identity(),
+        flops_per_token=flops_per_token,
+        facts=[
+            *config.notices,
+            f"{title} of {parameters:,} parameters, {model.num_layers} layers, vocabulary "
+            f"{model.vocab_size:,} padded to {model.padded_vocab_size(grid.tp.size):,}",
+            *layout_facts(world, grid, placement),
+        ],
+        stop_requested=world.stop_requested,
+        at_step=world.at_step,
+        progress_bar=sys.stderr.isatty(),
+    )
+    return run(config, grid, inputs)
+
+
+def build_grid(parallel: ParallelConfig, world: World) -> ProcessGrid:
+    """The grid that the flags ask for: dp takes what tp and pp leave. Collective."""
+    shape = RankGrid.fit(
+        world.size,
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        order=parallel.order,
+    )
+    return ProcessGrid.build(shape, world.group, world.device)
+
+
+def layout_facts(world: World, grid: ProcessGrid, placement: Placement) -> list[str]:
+    """Lines that say who takes part and, in a pipeline, which layers lie where."""
+    shape = grid.shape
+    return [
+        f"{world.size} rank{'s' * (world.size > 1)} ({world.rule}): "
+        f"tp {shape.tp} x dp {shape.dp} x pp {shape.pp} on {world.device.split(':')[0]}, "
+        f"backend {world.backend}",
+        *(str(placement).splitlines() if shape.pp > 1 else ()),
+    ]
+
+
+def writes_first(folder: str | None, reads: bool, world: Group) -> bool:
+    """Whether this rank is the first of those that read and see this very folder: it writes there
+    what all of them lack. Collective; makes the folder."""
+    if folder is None:
+        return False
+    mine = None
+    if reads:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        found = os.stat(folder)
+        mine = [socket.gethostname(), found.st_dev, found.st_ino]
+    seen = gather_objects(mine, world, tag="startup.cache")
+    return reads and seen.index(mine) == world.rank
+
+
+@dataclass(frozen=True)
+class Feeder:
+    """Makes a Feed of a data set: the arrays named, for this rank's samples; tp rank 0 reads.
+
+    microbatches       (data set, consumed, global batch, micro batch, dp rank, dp size) -> a step's
+                       microbatches
+    integers, floats   names of int64 and float32 arrays
+    """
+
+    grid: ProcessGrid
+    microbatches: Callable[..., Iterator]
+    micro_batch_size: int
+    integers: Sequence[str]
+    floats: Sequence[str]
+
+    def __call__(self, dataset: Any) -> Feed:
+        grid = self.grid
+
+        def source(consumed: int, global_batch: int) -> Iterator:
+            place = (grid.dp_cp.rank, grid.dp_cp.size)
+            return self.microbatches(dataset, consumed, global_batch, self.micro_batch_size, *place)
+
+        return Feed(
+            None if grid.tp.rank else source,
+            grid.tp,
+            grid.device,
+            integers=self.integers,
+            floats=self.floats,
+        )
