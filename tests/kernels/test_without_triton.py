@@ -11,7 +11,8 @@ PROGRAM = """
 import sys, types
 sys.modules["triton"] = {stand_in}
 import torch
-from kernels import bias_gelu, dropout_add, gpu, layer_norm, masked_softmax, rms_norm, rotary, swiglu
+from kernels import bias_gelu, dropout_add, gpu, layer_norm, masked_softmax, rms_norm
+from kernels import rotary, swiglu
 from core.tensor_parallel import vocab_parallel_linear_cross_entropy
 
 assert gpu.triton is None and not gpu.use_triton(torch.ones(1))
