@@ -6,7 +6,7 @@ layouts can be compared in the test process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -60,7 +60,7 @@ class Layout:
 
     chunks    stages per pipeline rank     layers    of each stage; by default an even split
     sharding  over dp                      overlap   communication of gradients and parameters
-    bucket    --ddp-bucket-size
+    bucket    --ddp-bucket-size            global_batch_size    samples of a step
     """
 
     tp: int = 1
@@ -73,6 +73,13 @@ class Layout:
     sharding: str = "no_shard"
     overlap: bool = False
     bucket: int | None = None
+    global_batch_size: int = 8
+
+    def __str__(self) -> str:
+        """What differs from one process: pp=2,chunks=2"""
+        values = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
+        own = [f"{name}={value}" for name, value, default in values if value != default]
+        return ",".join(own) or "plain"
 
     def placement(self, num_layers: int) -> Placement:
         if self.layers is not None:
@@ -101,7 +108,11 @@ class Run:
 def make_trainer(world: Group, model: GPTConfig, layout: Layout, **optim) -> tuple[Trainer, Feed]:
     grid = ProcessGrid.build(RankGrid.fit(world.size, tp=layout.tp, pp=layout.pp), world)
     dtype = torch.float64 if model.fp64 else torch.float32
-    train = TrainConfig(micro_batch_size=layout.micro_batch_size, global_batch_size=8, seed=1)
+    train = TrainConfig(
+        micro_batch_size=layout.micro_batch_size,
+        global_batch_size=layout.global_batch_size,
+        seed=1,
+    )
     placement = layout.placement(model.num_layers)
     stages = build_stages(
         model,
