@@ -22,7 +22,7 @@ from core.feed import Feed
 from core.not_finite import describe
 from core.optimizer.adam import Optimizer
 from core.optimizer.schedule import Schedule
-from core.pipeline_parallel.actions import Action, Op
+from core.pipeline_parallel.actions import Action
 from core.pipeline_parallel.executor import Executor, StepResult
 from core.pipeline_parallel.measured import PipelineLog
 from core.pipeline_parallel.stage import Batch, Stage
@@ -206,12 +206,6 @@ class Trainer:
         world, replicas = self.grid.world, self.replicas
         text = describe(text, world, replicas, samples, gradients=what != "loss")
         raise TrainingStopped(text)
-
-
-def one_rank_row(microbatches: int, forward_only: bool) -> list[Action]:
-    """The row of a pipeline of one rank: forward and backward in turn."""
-    ops = (Op.F,) if forward_only else (Op.F, Op.B)
-    return [Action(op, 0, m) for m in range(microbatches) for op in ops]
 
 
 class _Remembered:

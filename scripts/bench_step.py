@@ -80,8 +80,9 @@ def ours() -> Callable[[], None]:
     from core.optimizer.adam import Optimizer
     from core.optimizer.config import OptimizerConfig
     from core.optimizer.schedule import Schedule
+    from core.pipeline_parallel.schedules import row_maker
     from core.process_grid import ProcessGrid
-        from core.train import Trainer, TrainState, one_rank_row
+    from core.train import Trainer, TrainState
     from core.train_config import TrainConfig
     from models.config import GPTConfig
     from models.gpt import build_stages
@@ -104,7 +105,7 @@ def ours() -> Callable[[], None]:
     optimizer = Optimizer(replicas, grid.tp, grid.pp, config)
     schedule = Schedule.of(config, train_samples=100_000, global_batch_size=BATCH)
     sizes = TrainConfig(micro_batch_size=BATCH).batch_schedule(1)
-    trainer = Trainer(grid, stages, replicas, optimizer, schedule, sizes, one_rank_row)
+    trainer = Trainer(grid, stages, replicas, optimizer, schedule, sizes, row_maker(None, 1, 0))
     tokens, labels = (t.numpy() for t in batch())
     row = {
         "tokens": tokens,
