@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 import shlex
 import sys
@@ -285,7 +286,7 @@ def parse(
         from core.config_help import help_text  # ast and textwrap, for this one occasion
 
         if report:
-            print(help_text(cls, leaves(cls), program))
+            _print_to_reader(help_text(cls, leaves(cls), program))
         raise SystemExit(0)
     result = _evaluate(cls, line, checks)
     if not result.problems:
@@ -293,6 +294,14 @@ def parse(
     if report:
         print(_message(cls, argv, result, checks, program), file=sys.stderr)
     raise SystemExit(EXIT_BAD_INPUT)
+
+
+def _print_to_reader(text: str) -> None:
+    """Prints what may be read by `head` or a pager that closes early."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _message(
