@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING
 
 from core import start
 from core.config import recipe
+from core.data_parallel.config import DataParallelConfig
 from core.grid import ParallelConfig
 from core.optimizer.config import OptimizerConfig
+from core.optimizer.precision import PrecisionConfig
 from core.train_config import CheckpointConfig, LaunchConfig, LoggingConfig, TrainConfig
 from data import flag_checks
 from data.config import BertDataConfig
@@ -42,6 +44,8 @@ FLOATS = ("loss_mask",)
 class RunConfig:
     model: BertConfig
     parallel: ParallelConfig
+    data_parallel: DataParallelConfig
+    precision: PrecisionConfig
     data: BertDataConfig
     optimizer: OptimizerConfig
     train: TrainConfig

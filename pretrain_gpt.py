@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING
 
 from core import start
 from core.config import recipe
+from core.data_parallel.config import DataParallelConfig
 from core.grid import ParallelConfig
 from core.optimizer.config import OptimizerConfig
+from core.optimizer.precision import PrecisionConfig
 from core.train_config import CheckpointConfig, LaunchConfig, LoggingConfig, TrainConfig
 from data import flag_checks
 from data.config import GPTDataConfig
@@ -41,6 +43,8 @@ INTEGERS, FLOATS = ("tokens", "labels", "position_ids", "sample"), ("loss_mask",
 class RunConfig:
     model: GPTConfig
     parallel: ParallelConfig
+    data_parallel: DataParallelConfig
+    precision: PrecisionConfig
     data: GPTDataConfig
     optimizer: OptimizerConfig
     train: TrainConfig

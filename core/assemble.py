@@ -60,7 +60,7 @@ def carry_out(
         micro_batch_size=config.train.micro_batch_size,
         sequence_parallel=parallel.sequence_parallel,
         seed=config.train.seed,
-        dtype=torch.float64 if model.fp64 else torch.float32,
+        dtype=torch.float64 if model.fp64 else getattr(torch, config.precision.dtype),
     )
     needs = set().union(*(stage.needs for stage in stages))
     inputs = Inputs(
@@ -68,6 +68,7 @@ def carry_out(
         open_data=lambda record, consumed: open_data(grid, needs, record, consumed),
         record=to_json(config),
         model_record=model.identity(),
+        tokens_per_sample=model.seq_length,
         flops_per_token=flops_per_token,
         facts=[
             *config.notices,

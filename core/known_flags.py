@@ -93,10 +93,7 @@ ACCEPTED: dict[str, Accepted] = {
     "expert_model_parallel_size": Accepted("every layer is dense", ("1",), _SINGLE),
     "expert_tensor_parallel_size": Accepted("every layer is dense", ("1",), _SINGLE),
     "num_distributed_optimizer_instances": Accepted(
-        "the optimizer is not sharded", ("1",), _SINGLE
-    ),
-    "data_parallel_sharding_strategy": Accepted(
-        "nothing is sharded over data parallel ranks yet", ("no_shard",), "give no_shard"
+        "the optimizer's state is sharded over all data parallel ranks", ("1",), _SINGLE
     ),
     "dataloader_type": Accepted(
         "samples come in one fixed shuffled order", ("single",), "give single"
@@ -110,10 +107,9 @@ ACCEPTED: dict[str, Accepted] = {
 _WITHOUT = "leave it out: the numbers are the same without it"
 REFUSED: dict[str, str] = _by_reason(
     {
-        "not here yet; runs are float32, or float64 under --fp64": (
-            "bf16 fp16 loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis "
-            "grad_reduce_in_bf16 use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype "
-            "main_grads_dtype main_params_dtype"
+        "masters, moments and gradient sums are float32; leave it out": (
+            "use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype main_grads_dtype "
+            "main_params_dtype"
         ),
         "the order of microbatches is the schedule's: --pipeline-schedule takes a file too": (
             "microbatch_group_size_per_virtual_pipeline_stage"
@@ -124,11 +120,14 @@ REFUSED: dict[str, str] = _by_reason(
         "use --pipeline-schedule zb_h1, where every weight gradient can wait": (
             "defer_embedding_wgrad_compute"
         ),
-        f"sharding over data parallel ranks is not here yet; {_WITHOUT}": (
-            "use_distributed_optimizer overlap_grad_reduce overlap_param_gather ddp_bucket_size "
-            "use_megatron_fsdp use_torch_fsdp2 overlap_param_gather_with_optimizer_step "
-            "ddp_num_buckets ddp_average_in_collective"
+        "sharding is chosen by --data-parallel-sharding-strategy, here optim_grads_params": (
+            "use_megatron_fsdp use_torch_fsdp2"
         ),
+        "parameters are gathered behind the forward pass: --overlap-param-gather": (
+            "overlap_param_gather_with_optimizer_step"
+        ),
+        "the size of a bucket is given, not their number: --ddp-bucket-size": "ddp_num_buckets",
+        "gradients are summed, and divided by the tokens once": "ddp_average_in_collective",
         f"recomputation is not here yet; {_WITHOUT}": (
             "recompute_activations recompute_granularity recompute_method recompute_num_layers "
             "recompute_modules distribute_saved_activations"
@@ -142,7 +141,6 @@ REFUSED: dict[str, str] = _by_reason(
         "the check that the loss is finite cannot be turned off; leave the flag out": (
             "no_check_for_nan_in_loss_and_grad"
         ),
-        "not here yet; use --lr and --min-lr for all parameters": "decoupled_lr decoupled_min_lr",
         "use --rampup-batch-size START INCREMENT SAMPLES": "step_batch_size_schedule",
         "initial values depend on --seed alone; ranks cannot differ": "data_parallel_random_init",
         "not here yet; give --tokenizer-type HuggingFaceTokenizer a tokenizer.json": (
@@ -156,7 +154,7 @@ REFUSED: dict[str, str] = _by_reason(
         "not here yet; use --load DIR --finetune": "pretrained_checkpoint",
         "not here yet; repeat the flags of the saved run": "use_checkpoint_args",
         "not here yet; --metrics-file and the log line have loss, gradient norm and times": (
-            "log_progress log_params_norm log_num_zeros_in_grad log_layer_grad_norms "
+            "log_progress "
             "tensorboard_queue_size log_memory_to_tensorboard "
             "log_world_size_to_tensorboard log_max_attention_logit log_energy logging_level"
         ),
@@ -211,8 +209,8 @@ GPT_ONLY_ACCEPTED: dict[str, Accepted] = {
 
 FAMILIES: dict[str, str] = {
     "moe_": "only dense GPT is supported, without expert layers",
-    "fp8_": "fp8 is not supported; runs are float32, or float64 under --fp64",
-    "fp4_": "fp4 is not supported; runs are float32, or float64 under --fp64",
+    "fp8_": "fp8 is not supported; use --bf16",
+    "fp4_": "fp4 is not supported; use --bf16",
     "wandb_": "nothing is sent elsewhere; use --metrics-file or --tensorboard-dir",
     "profile_": "not here yet; --log-communication lists what ranks send",
     "recompute_": f"recomputation is not here yet; {_WITHOUT}",

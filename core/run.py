@@ -20,6 +20,7 @@ from core.checkpoint.reader import Checkpoint, load
 from core.checkpoint.store import Saver
 from core.comm import barrier
 from core.comm.ledger import format_table
+from core.data_parallel.config import DataParallelConfig
 from core.data_parallel.ddp import DataParallel
 from core.feed import Feed
 from core.grid import ParallelConfig
@@ -27,6 +28,7 @@ from core.metrics import Metrics
 from core.optimizer import schedule as schedules
 from core.optimizer.adam import Optimizer
 from core.optimizer.config import OptimizerConfig
+from core.optimizer.precision import LossScale, PrecisionConfig
 from core.pipeline_parallel.measured import PipelineLog
 from core.pipeline_parallel.schedules import row_maker
 from core.pipeline_parallel.stage import Stage
@@ -48,6 +50,8 @@ class Sections(Protocol):
     """The sections of a recipe's config that a run reads; model and data are its own affair."""
 
     parallel: ParallelConfig
+    data_parallel: DataParallelConfig
+    precision: PrecisionConfig
     optimizer: OptimizerConfig
     train: TrainConfig
     checkpoint: CheckpointConfig
@@ -103,6 +107,7 @@ class Inputs:
                      start the record is empty
     record           the settings as plain JSON, stored in checkpoints
     model_record     those of them that a checkpoint must agree with
+    tokens_per_sample  --seq-length
     flops_per_token  forward and backward, of the whole model
     facts            lines to print before the first step
     stop_requested   a reason to stop (a signal), or None
@@ -113,6 +118,7 @@ class Inputs:
     open_data: Callable[[dict, int], Data]
     record: dict
     model_record: dict
+    tokens_per_sample: int = 1
     flops_per_token: int = 0
     facts: Sequence[str] = ()
     stop_requested: Callable[[], str | None] = lambda: None
@@ -124,24 +130,19 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
     """Train as `config` says. Returns None when the run is complete, else why it stopped."""
     batch_schedule = config.train.batch_schedule(grid.shape.dp)
     last = config.train.last_iteration(grid.shape.dp)
-    replicas = DataParallel(inputs.stages, grid.dp_cp, grid.tp, grid.embed)
-    optimizer = Optimizer(replicas, grid.tp, grid.pp, config.optimizer)
-    schedule = schedules.Schedule.of(
-        config.optimizer,
-        train_samples=config.train.samples(grid.shape.dp),
-        global_batch_size=batch_schedule.full,
-    )
+    replicas, optimizer = replicas_and_optimizer(config, grid, inputs, batch_schedule.full)
     trainer = Trainer(
         grid,
         inputs.stages,
         replicas,
         optimizer,
-        schedule,
+        schedule_of(config.optimizer, config.train, grid),
         batch_schedule,
         row_maker(
             config.parallel.pipeline_schedule, grid.pp.size, grid.pp.rank, len(inputs.stages)
         ),
         pipeline_log(config.logging.log_pipeline, grid),
+        schedule_of(config.optimizer.of_vocabulary(), config.train, grid),
     )
     trainer.open_wires()
     checkpoints = Checkpoints(config.checkpoint, trainer, inputs)
@@ -179,6 +180,33 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
             metrics.message("communication of rank 0, by group and operation")
             metrics.message(format_table(("group", "operation"), totals))
     return stopped
+
+
+def replicas_and_optimizer(
+    config: Sections, grid: ProcessGrid, inputs: Inputs, batch_size: int
+) -> tuple[DataParallel, Optimizer]:
+    replicas = DataParallel(
+        inputs.stages,
+        grid.dp_cp,
+        grid.tp,
+        grid.embed,
+        config.data_parallel,
+        message=torch.bfloat16 if config.precision.grad_reduce_in_bf16 else None,
+    )
+    scale = LossScale.of(config.precision, tokens=inputs.tokens_per_sample * batch_size)
+    return replicas, Optimizer(replicas, grid.tp, grid.pp, config.optimizer, scale)
+
+
+def schedule_of(
+    flags: OptimizerConfig | None, train: TrainConfig, grid: ProcessGrid
+) -> schedules.Schedule | None:
+    if flags is None:
+        return None
+    return schedules.Schedule.of(
+        flags,
+        train_samples=train.samples(grid.shape.dp),
+        global_batch_size=train.batch_schedule(grid.shape.dp).full,
+    )
 
 
 def evaluate_only(
@@ -260,10 +288,12 @@ class Checkpoints:
             self._saver.__exit__(*error)
 
     def save(self, state: TrainState) -> None:
-        trainer = self.trainer
+        trainer, other = self.trainer, self.trainer.vocabulary_schedule
         meta = {
             "state": state.to_json(),
             "schedule": trainer.schedule.to_json(),
+            "vocabulary_schedule": other and other.to_json(),
+            "loss_scale": trainer.optimizer.scale.to_json(),
             "config": self.inputs.record,
             "model": self.inputs.model_record,
             "data": self.data_record,
@@ -322,9 +352,23 @@ class Checkpoints:
         self.data_record = meta.get("data", {})
         if with_optimizer:
             trainer.optimizer.set_steps(state.updates)
-        saved = schedules.Schedule.from_json(meta["schedule"])
-        trainer.schedule, lines = schedules.resume(
-            trainer.schedule, saved, override=self.config.override_opt_param_scheduler
-        )
-        self.notes += lines
+            trainer.optimizer.scale.restore(meta.get("loss_scale", {}))
+        for name in ("schedule", "vocabulary_schedule"):
+            self._resume_schedule(name, meta.get(name))
         return state
+
+    def _resume_schedule(self, name: str, saved: dict | None) -> None:
+        """The checkpoint's or the command line's, as --override-opt-param-scheduler says."""
+        override, trainer = self.config.override_opt_param_scheduler, self.trainer
+        given, saved = getattr(trainer, name), saved and schedules.Schedule.from_json(saved)
+        if given and saved:
+            chosen, lines = schedules.resume(given, saved, override=override)
+            self.notes += lines
+        else:
+            chosen = given if override else saved
+            if given or saved:
+                which = "command line" if override else "checkpoint"
+                self.notes.append(
+                    f"--decoupled-lr is {'on' if chosen else 'off'}, as the {which} has it"
+                )
+        setattr(trainer, name, chosen)

@@ -17,6 +17,7 @@ from core import launch
 from core.checkpoint import preflight
 from core.config import parse
 from core.config_record import fingerprint
+from core.contradictions import contradictions
 from core.layout_checks import run_problems
 
 Config = Any  # a recipe: sections model, parallel, data, optimizer, train, checkpoint, launch
@@ -66,6 +67,7 @@ def rank_problems(config: Config) -> Iterator[str]:
         yield str(error)
     else:
         yield from run_problems(*sections, max(place.children, place.size))
+    yield from contradictions(config)
 
 
 def checkpoint_problems(

@@ -51,7 +51,7 @@ class TrainState:
     iteration          steps of all runs together
     consumed_samples   the one owner of progress
     updates            steps that changed the weights (Adam's count)
-    skipped            steps without an update, since no token was kept
+    skipped            steps without an update: no token was kept, or float16 overflowed
     """
 
     iteration: int = 0
@@ -97,6 +97,7 @@ class Trainer:
 
     make_row      (microbatches, forward_only) -> this rank's row of the plan
     pipeline_log  is told when each forward and backward of training ran
+    vocabulary_schedule  of embedding and output layer, where --decoupled-lr gives them another
     """
 
     grid: ProcessGrid
@@ -107,6 +108,7 @@ class Trainer:
     batch_schedule: BatchSchedule
     make_row: Callable[[int, bool], Sequence[Action]]
     pipeline_log: PipelineLog | None = None
+    vocabulary_schedule: Schedule | None = None
     _executors: dict[tuple[int, bool], Executor] = field(default_factory=dict)
 
     def executor(self, microbatches: int, forward_only: bool = False) -> Executor:
@@ -135,6 +137,9 @@ class Trainer:
 
         # 1. every microbatch forward and backward
         self.replicas.zero_grad()
+        loss_scale = self.optimizer.scale
+        for stage in self.stages:
+            stage.upstream = loss_scale.upstream
         result = self.executor(microbatches).run(batches)
         with self.grid.ledger.at("gradients"):
             sums = self._reduce(result)
@@ -145,11 +150,13 @@ class Trainer:
             self.replicas.sum_gradients()
         # 3. norm and clip, update
         with self.grid.ledger.at("optimizer"):
-            stats = self.optimizer.step(
-                values.learning_rate, values.weight_decay, sums["tokens"]
-            )
-        if not math.isfinite(stats.grad_norm):
-            self._stop("gradient norm", stats.grad_norm, state.iteration + 1, result, batches)
+            vocabulary_rate = None
+            if self.vocabulary_schedule is not None:
+                vocabulary_rate = self.vocabulary_schedule.at(state.consumed_samples).learning_rate
+            stats = self.optimizer.step(*values, sums["tokens"], vocabulary_rate)
+        if not math.isfinite(stats.grad_norm) and loss_scale.is_hopeless:
+            what = f"gradient norm{loss_scale.story()}"
+            self._stop(what, stats.grad_norm, state.iteration + 1, result, batches)
         state.iteration += 1
         state.consumed_samples += batch_size
         state.updates += stats.updated
@@ -162,6 +169,8 @@ class Trainer:
             "global_batch_size": batch_size,
             "tokens": int(sums["tokens"]),
             "skipped": not stats.updated,
+            **loss_scale.row(),
+            **stats.extra,
             **self.stages[0].report(sums),
         }
 

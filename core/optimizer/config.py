@@ -7,8 +7,10 @@ turns the schedules into functions and checks them (core/layout_checks.py hands 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
+
+from core import optional
 
 
 @dataclass(kw_only=True)
@@ -70,8 +72,31 @@ class OptimizerConfig:
     log_layer_grad_norms: bool = False
     """Gradient norm of every layer, in --metrics-file."""
 
+    def of_vocabulary(self) -> OptimizerConfig | None:
+        """The same with --decoupled-lr and --decoupled-min-lr as the rates; None without them."""
+        if self.decoupled_lr is None:
+            return None
+        least = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+        return replace(self, lr=self.decoupled_lr, min_lr=least)
+
     def problems(self) -> Iterator[str]:
         """What is out of range; how the schedule's flags fit is core/optimizer/schedule.py's."""
+        if self.optimizer == "apex_adam" and optional.fused_adam() is None:
+            yield (
+                "--optimizer apex_adam needs NVIDIA apex with its CUDA extension and a GPU, which "
+                "are not here; use adam, torch's fused form of the same"
+            )
+        if (other := self.of_vocabulary()) is not None:
+            if not 0.0 <= other.min_lr <= other.lr:
+                yield (
+                    f"--decoupled-lr {other.lr:g} must be at least its lowest rate "
+                    f"{other.min_lr:g} (--decoupled-min-lr, by default --min-lr), that 0 or more"
+                )
+            if self.lr_warmup_init > other.lr:
+                yield (
+                    f"--lr-warmup-init {self.lr_warmup_init:g} is above --decoupled-lr "
+                    f"{other.lr:g}; the rate rises from the one to the other"
+                )
         for name in ("lr", "min_lr", "lr_warmup_init", "weight_decay", "clip_grad"):
             if getattr(self, name) < 0.0:
                 yield f"--{name.replace('_', '-')} {getattr(self, name):g} must be 0 or more"

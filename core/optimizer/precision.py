@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+PATIENCE = 10
+
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
@@ -76,7 +78,8 @@ class LossScale:
     """What the loss is multiplied by. After every step: `update`.
 
     Halved at the `hysteresis`-th overflow and every one after it, doubled after `window` steps
-    without one, never below `floor` (Megatron's rule). A constant scale has window 0.
+    without one, never below `floor` (Megatron's rule). A constant scale has window 0. Without
+    --fp16 the scale is 1 and the first overflow is one too many.
 
     >>> scale = LossScale(8.0, floor=2.0, window=2, hysteresis=2)
     >>> for overflow in (True, True, True, True, False, False): scale.update(overflow)
@@ -89,22 +92,24 @@ class LossScale:
     window: int = 0
     hysteresis: int = 1
     exponent: int = 0  # k above
+    patience: int = 0  # overflows in a row, where the scale cannot fall, that are borne
     good_steps: int = 0
     overflows: int = 0
+    in_vain: int = 0
 
     @classmethod
     def of(cls, config: PrecisionConfig, tokens: int) -> LossScale:
         """tokens: of a global batch."""
         if not config.fp16:
             return cls()
-        if config.loss_scale is not None:
-            return cls(config.loss_scale, config.loss_scale, exponent=exponent_near(tokens))
+        constant = config.loss_scale
         return cls(
-            config.initial_loss_scale,
-            config.min_loss_scale,
-            config.loss_scale_window,
+            config.initial_loss_scale if constant is None else constant,
+            config.min_loss_scale if constant is None else constant,
+            config.loss_scale_window if constant is None else 0,
             config.hysteresis,
             exponent_near(tokens),
+            PATIENCE,
         )
 
     @property
@@ -113,11 +118,22 @@ class LossScale:
         return math.ldexp(self.scale, -self.exponent)
 
     @property
-    def is_at_floor(self) -> bool:
-        """Whether another overflow would leave it as it is."""
-        return not self.window or self.scale <= self.floor
+    def is_hopeless(self) -> bool:
+        """Whether steps overflow where the scale cannot fall any more."""
+        return self.in_vain > self.patience
+
+    def story(self) -> str:
+        """For the message that ends a run without hope."""
+        if not self.patience:
+            return ""
+        return f", {self.in_vain} times in a row at the lowest loss scale {self.scale:g},"
+
+    def row(self) -> dict[str, float]:
+        """For the log."""
+        return {"loss_scale": self.scale} if self.patience else {}
 
     def update(self, overflow: bool) -> None:
+        self.in_vain = self.in_vain + 1 if overflow and self.scale <= self.floor else 0
         if not self.window:
             return
         if overflow:
@@ -136,6 +152,6 @@ class LossScale:
 
     def restore(self, saved: dict[str, float]) -> None:
         """Go on from a checkpoint; floor, window and hysteresis are the command line's."""
-        if self.window:
+        if self.window and saved.get("window"):
             self.scale = max(saved["scale"], self.floor)
             self.good_steps, self.overflows = saved["good_steps"], saved["overflows"]

@@ -68,8 +68,9 @@ class InFlight:
 class Stage(nn.Module):
     """Base of a model chunk: number `index` of `count`, first and last included.
 
-    wire     what this stage receives and sends; all stages of a model share it
-    reports  names of the sums that the last stage makes, the same on every stage
+    wire      what this stage receives and sends; all stages of a model share it
+    upstream  the gradient that the loss's backward starts from: 1, or a loss scale
+    reports   names of the sums that the last stage makes, the same on every stage
     """
 
     reports: tuple[str, ...] = ("loss", "tokens")
@@ -77,6 +78,7 @@ class Stage(nn.Module):
     def __init__(self, index: int, count: int, wire: WireSpec) -> None:
         super().__init__()
         self.index, self.count, self.wire = index, count, wire
+        self.upstream = 1.0
         self._in_flight: dict[int, InFlight] = {}
         self._queue: WeightGradQueue | None = None
 
@@ -136,6 +138,8 @@ class Stage(nn.Module):
             activation = activation.detach().requires_grad_()
         out = self._checked(self.compute(batch, activation))
         head = out.total if isinstance(out, Loss) else out
+        if isinstance(out, Loss) and self.upstream != 1.0:
+            head = head * self.upstream
         edge = get_gradient_edge(head) if head.requires_grad else None
         self._in_flight[microbatch] = InFlight(activation, edge)
         if isinstance(out, Loss):
@@ -161,7 +165,7 @@ class Stage(nn.Module):
     def backward_step(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """Run autograd for `microbatch`; parameters' gradients go to their sinks.
 
-        gradient: of the output, None on the last stage (d loss / d loss = 1).
+        gradient: of the output, None on the last stage (it is `upstream`).
         Returns the gradient of the input, None on the first stage.
         """
         return _backward(self._in_flight.pop(microbatch), gradient)

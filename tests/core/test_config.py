@@ -175,11 +175,11 @@ def test_no_abbreviations(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_all_problems_at_once_in_the_users_words(capsys: pytest.CaptureFixture) -> None:
-    line = "--num_layers 2 --width 9 --foo --lr x --bf16 --steps 1 --samples 2"
+    line = "--num_layers 2 --width 9 --foo --lr x --moe-grouped-gemm --steps 1 --samples 2"
     assert problems_of(line, capsys, checks=[lambda config: ["--num-layers 2 is too few"]]) == [
         "--foo is not a flag; --help lists them all",
-        "--bf16 is a known flag but refused: not here yet; runs are float32, or float64 under "
-        "--fp64",
+        "--moe-grouped-gemm is a known flag but refused: only dense GPT is supported, without "
+        "expert layers",
         "--lr x is not a number",
         "--width 9 does not divide by --heads 4",
         "--steps 1 and --samples 2 exclude each other",

@@ -1,0 +1,118 @@
+"""Flags that contradict each other, or do nothing without another: one table over all sections.
+
+Pure: standard library only. A flag's own range is checked in its section (`problems`), shapes
+against ranks in core/layout_checks.py. core/start.py prints what `contradictions` finds with the
+rest, before any process group exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from core.optimizer.precision import PrecisionConfig
+
+Values = Any  # every flag of the recipe by its field's name
+
+
+class Rule(NamedTuple):
+    """text: what is wrong and the way out; {name} is a flag's value"""
+
+    breaks: Callable[[Values], object]
+    text: str
+
+
+def _typed(v: Values, name: str) -> bool:
+    return getattr(v, name) != getattr(PrecisionConfig, name)
+
+
+def _sharding(v: Values) -> str:
+    given = v.data_parallel_sharding_strategy
+    return given or ("optim" if v.use_distributed_optimizer else "no_shard")
+
+
+_SCALES = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+_ADAPTS = _SCALES[1:]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+RULES: tuple[Rule, ...] = (
+    # -- precision ---------------------------------------------------------------------------------
+    Rule(lambda v: v.bf16 and v.fp16, "--bf16 and --fp16 are two precisions; give one"),
+    Rule(lambda v: v.bf16 and v.fp64, "--bf16 and --fp64 are two precisions; give one"),
+    Rule(lambda v: v.fp16 and v.fp64, "--fp16 and --fp64 are two precisions; give one"),
+    *(
+        Rule(
+            lambda v, name=name: _typed(v, name) and not v.fp16,
+            f"{_flag(name)} {{{name}:g}} does nothing without --fp16: only float16 needs a scale",
+        )
+        for name in _SCALES
+    ),
+    *(
+        Rule(
+            lambda v, name=name: v.fp16 and v.loss_scale is not None and _typed(v, name),
+            f"--loss-scale {{loss_scale:g}} is constant, {_flag(name)} {{{name}:g}} belongs to one "
+            "that adapts; give one of them",
+        )
+        for name in _ADAPTS
+    ),
+    Rule(
+        lambda v: v.grad_reduce_in_bf16 and v.fp64,
+        "--grad-reduce-in-bf16 would shorten the gradients of --fp64; leave one out",
+    ),
+    Rule(
+        lambda v: v.grad_reduce_in_bf16 and v.fp16,
+        "--grad-reduce-in-bf16 goes with --bf16 or float32, not with --fp16; leave one out",
+    ),
+    # -- data parallelism --------------------------------------------------------------------------
+    Rule(
+        lambda v: v.use_distributed_optimizer and _sharding(v) == "no_shard",
+        "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard contradict "
+        "each other; give optim, or leave one out",
+    ),
+    Rule(
+        lambda v: v.overlap_param_gather and _sharding(v) == "no_shard",
+        "--overlap-param-gather does nothing without --use-distributed-optimizer (or another "
+        "--data-parallel-sharding-strategy than no_shard): no parameters are gathered",
+    ),
+    Rule(
+        lambda v: v.ddp_bucket_size is not None and _sharding(v) == "optim_grads_params",
+        "--ddp-bucket-size {ddp_bucket_size} has no say under --data-parallel-sharding-strategy "
+        "optim_grads_params, where a bucket is a layer; leave it out",
+    ),
+    # -- optimizer ---------------------------------------------------------------------------------
+    Rule(
+        lambda v: v.decoupled_min_lr is not None and v.decoupled_lr is None,
+        "--decoupled-min-lr {decoupled_min_lr:g} does nothing without --decoupled-lr",
+    ),
+    Rule(
+        lambda v: v.optimizer == "apex_adam" and v.fp64,
+        "--optimizer apex_adam has no float64; use --optimizer adam with --fp64",
+    ),
+    Rule(
+        lambda v: v.log_layer_grad_norms and v.metrics_file is None,
+        "--log-layer-grad-norms does nothing without --metrics-file FILE, which gets them",
+    ),
+)
+
+
+def contradictions(config: Any) -> Iterator[str]:
+    """One sentence for every rule that the recipe's config breaks."""
+    values = SimpleNamespace(**dict(_leaves(config)))
+    for rule in RULES:
+        if rule.breaks(values):
+            yield rule.text.format_map(vars(values))
+
+
+def _leaves(config: Any) -> Iterator[tuple[str, Any]]:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            yield from _leaves(value)
+        else:
+            yield field.name, value

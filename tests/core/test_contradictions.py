@@ -1,0 +1,80 @@
+"""Every row of the table of contradictions, one command line each, on the real recipe."""
+
+import shlex
+
+import pytest
+
+from core.config import parse
+from core.contradictions import RULES, contradictions
+from pretrain_gpt import RunConfig
+
+OPTIM = "--use-distributed-optimizer"
+STRATEGY = "--data-parallel-sharding-strategy"
+FP16 = "--fp16 --loss-scale 8 "
+LINES = [  # one for every rule, in the table's order: the line, how its sentence begins
+    ("--bf16 --fp16", "--bf16 and --fp16 are two precisions"),
+    ("--bf16 --fp64", "--bf16 and --fp64 are two precisions"),
+    ("--fp16 --fp64", "--fp16 and --fp64 are two precisions"),
+    ("--loss-scale 8", "--loss-scale 8 does nothing without --fp16"),
+    ("--bf16 --initial-loss-scale 8", "--initial-loss-scale 8 does nothing without --fp16"),
+    ("--min-loss-scale 2", "--min-loss-scale 2 does nothing without --fp16"),
+    ("--loss-scale-window 5", "--loss-scale-window 5 does nothing without --fp16"),
+    ("--hysteresis 3", "--hysteresis 3 does nothing without --fp16"),
+    (FP16 + "--initial-loss-scale 8", "--loss-scale 8 is constant, --initial-loss-scale 8"),
+    (FP16 + "--min-loss-scale 2", "--loss-scale 8 is constant, --min-loss-scale 2"),
+    (FP16 + "--loss-scale-window 5", "--loss-scale 8 is constant, --loss-scale-window 5"),
+    (FP16 + "--hysteresis 3", "--loss-scale 8 is constant, --hysteresis 3"),
+    ("--fp64 --grad-reduce-in-bf16", "--grad-reduce-in-bf16 would shorten"),
+    ("--fp16 --grad-reduce-in-bf16", "--grad-reduce-in-bf16 goes with --bf16"),
+    (f"{OPTIM} {STRATEGY} no_shard", f"{OPTIM} and {STRATEGY} no_shard contradict"),
+    ("--overlap-param-gather", "--overlap-param-gather does nothing without"),
+    (
+        f"{STRATEGY} optim_grads_params --ddp-bucket-size 9",
+        "--ddp-bucket-size 9 has no say under",
+    ),
+    ("--decoupled-min-lr 1e-5", "--decoupled-min-lr 1e-05 does nothing without --decoupled-lr"),
+    ("--fp64 --optimizer apex_adam", "--optimizer apex_adam has no float64"),
+    ("--log-layer-grad-norms", "--log-layer-grad-norms does nothing without --metrics-file"),
+]
+
+
+def sentences(line: str, capsys: pytest.CaptureFixture) -> list[str]:
+    with pytest.raises(SystemExit) as caught:
+        parse(RunConfig, shlex.split("--mock-data " + line), checks=[contradictions])
+    assert caught.value.code == 2
+    return [text[2:] for text in capsys.readouterr().err.splitlines() if text.startswith("  ")]
+
+
+@pytest.mark.parametrize(("line", "beginning"), LINES, ids=[line for line, _ in LINES])
+def test_what_contradicts_is_refused(line, beginning, capsys):
+    found = sentences(line, capsys)
+    assert any(sentence.startswith(beginning) for sentence in found), found
+
+
+def test_every_row_is_tried():
+    assert len(LINES) == len(RULES)
+    for (line, _), rule in zip(LINES, RULES, strict=True):
+        flags = [word for word in line.split() if word.startswith("--")]
+        assert all(flag in rule.text for flag in flags if flag not in ("--fp16", "--bf16")), line
+
+
+def test_all_at_once(capsys):
+    found = sentences("--bf16 --fp64 --ddp-bucket-size 0 --overlap-param-gather", capsys)
+    assert len(found) == 3
+    assert "--ddp-bucket-size 0 must be 1 or more; it counts parameters" in found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        "--fp16 --initial-loss-scale 65536 --min-loss-scale 2 --hysteresis 1",
+        "--fp16 --loss-scale 1024",
+        f"--bf16 --grad-reduce-in-bf16 {STRATEGY} optim --ddp-bucket-size 1000",
+        f"{OPTIM} {STRATEGY} optim_grads_params",
+        "--decoupled-lr 1e-3 --decoupled-min-lr 1e-4 --log-params-norm --log-num-zeros-in-grad",
+    ],
+)
+def test_what_goes_together(line):
+    parse(RunConfig, shlex.split("--mock-data " + line), checks=[contradictions])
