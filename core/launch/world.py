@@ -186,8 +186,9 @@ def launch(
 
 
 def _leave_in_order(world: World) -> None:
-    world.signals.remove()
     stop(world)
+    if world.watch is None:
+        world.signals.remove()  # a rank's own keep until its end: a signal changes nothing any more
 
 
 def _exit_code(error: SystemExit) -> int:
