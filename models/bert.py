@@ -196,12 +196,8 @@ class BertStage(Stack):
             vocab_size=self.vocab_size,
             reduction="sum",
             mode=self.loss_mode,
-<<<<<<< /tmp/dp/w/models/bert.py
             grad_scale=self.upstream if self.training else 1.0,
-            accumulate=getattr(weight, "main_grad", None) if self.training else None,
-=======
             accumulate=self.gradient_sum(weight),
->>>>>>> /work/main/models/bert.py
             defer=self.defer if may_wait else None,
             tp_group=self.tp,
         )
