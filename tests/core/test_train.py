@@ -161,11 +161,11 @@ def gradients(world: Group, model, layout: Layout) -> tuple[dict, dict, float]:
     kept: dict[str, torch.Tensor] = {}
     step = trainer.optimizer.step
 
-    def keep_and_step(learning_rate, weight_decay, tokens):
+    def keep_and_step(learning_rate, weight_decay, tokens, *rates):
         for stage in trainer.stages:
             for name, param in stage.named_parameters():
                 kept[name] = param.main_grad / tokens
-        return step(learning_rate, weight_decay, tokens)
+        return step(learning_rate, weight_decay, tokens, *rates)
 
     trainer.optimizer.step = keep_and_step
     row = trainer.train_step(TrainState(), feed)
