@@ -10,6 +10,7 @@ Read `forward_backward` first, then `ForkStage`. Imports core.parallel_state for
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -114,8 +115,7 @@ def _run(plan: Plan, stages: list[ForkStage], pp: Group, step: ForkStep):
     if pp.handle is not None and _open.get(id(pp.handle)) is not pp.handle:
         executor.open_wires()
         _open[id(pp.handle)] = pp.handle
-    nothing: Batch = {}
-    return executor.run(iter(lambda: nothing, None))
+    return executor.run(itertools.repeat({}))
 
 
 @dataclass
