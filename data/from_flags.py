@@ -165,6 +165,9 @@ def _open_sets(config: DataConfig, given: Opening, make: Make, make_pass: Make |
         sets.facts.append(f"the blend changes at sample {given.consumed}; nothing is repeated")
 
     def held(mix: Mix) -> Held:
+        counts = [IndexedDataset(prefix).num_documents for prefix in mix.prefixes]
+        if mix.split is not None and not any(mix.documents(count) for count in counts):
+            raise DataError(f"--split {mix.split} gives it none of {sum(counts)} documents")
         return _whole(mix, make_pass) if make_pass else Held(open_mix(mix, make, threads=threads))
 
     for split in SPLITS[1:] if given.evaluates else ():

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import pretrain_bert
 from core.checkpoint.reader import open_checkpoint
@@ -113,3 +112,154 @@ def test_a_resumed_run_equals_the_unbroken_one(ranks, tmp_path):
     alone = (*load, "--metrics-file", tmp_path / "one.jsonl")
     run(ranks, 1, *DROPOUT, "--train-iters", 4, "--fp64", *alone)
     assert_same_numbers(rows(tmp_path / "one.jsonl"), unbroken[2:])
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+WORDS = "the cat sat on a mat dog ran by door they like wood and river".split()
+VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "##s", *WORDS]
+SPECIAL = 5  # ids below it
+
+
+@pytest.fixture
+def vocab(tmp_path) -> Path:
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(VOCABULARY) + "\n")
+    return path
+
+
+def preprocessed(folder: Path, name: str, documents: list[str], vocab: Path) -> Path:
+    """Prefix of what preprocess_data.py --split-sentences makes of them."""
+    source = folder / f"{name}.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    command = [sys.executable, ROOT / "scripts" / "preprocess_data.py", "--input", source]
+    command += ["--output-prefix", folder / name, "--vocab-file", vocab, "--split-sentences"]
+    command += ["--tokenizer-type", "BertWordPieceLowerCase", "--workers", "1"]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return folder / f"{name}_text_sentence"
+
+
+def write_sentences(prefix: Path, documents: list[list[int]], seed: int = 0) -> Path:
+    """Documents as lists of sentence lengths; random words."""
+    rng = np.random.default_rng(seed)
+    with IndexedBuilder(prefix, np.uint16) as builder:
+        for lengths in documents:
+            builder.add(rng.integers(SPECIAL, len(VOCABULARY), sum(lengths)), lengths)
+    return prefix
+
+
+def on(prefix: Path, vocab: Path, *flags: object) -> tuple[object, ...]:
+    tokenizer = ("--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", vocab)
+    source = ("--no-mock-data", "--data-path", prefix, "--split", "1")
+    return (*source, *tokenizer, "--train-iters", 2, *flags)
+
+
+def problems_of(*flags: object) -> list[str]:
+    line = [*"--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16".split()]
+    line += ["--micro-batch-size", "2", "--lr", "1e-3", *map(str, flags)]
+    return list(pretrain_bert.problems(parse(pretrain_bert.RunConfig, line)))
+
+
+def test_c061_documents_of_one_sentence(ranks, tmp_path, vocab):
+    """NVIDIA/Megatron-LM#70, #59, #67: a corpus of one-sentence documents was cut for ever. Refused
+    before a rank starts; without the binary head it trains."""
+    two = preprocessed(tmp_path, "two", ["The cat sat on a mat.", "They like the river."], vocab)
+    (said,) = problems_of(*on(two, vocab))
+    assert "each of 2 documents has one sentence" in said
+    assert "--split-sentences" in said and "--bert-no-binary-head" in said
+    said = run(ranks, 1, *on(two, vocab, "--bert-no-binary-head"))
+    assert "sop loss" not in said and f"training on {two}: 16 samples" in said
+
+
+def test_c061_twenty_documents_of_three_sentences_on_two_ranks(ranks, tmp_path, vocab):
+    text = "The cat sat on a mat. A dog ran by the door. They like the wood and the river."
+    prefix = preprocessed(tmp_path, "twenty", [text] * 20, vocab)
+    said = run(ranks, 2, *on(prefix, vocab), *TP2)
+    assert "iteration        2/       2" in said and "sop loss" in said
+
+
+def test_documents_left_out_are_counted(ranks, tmp_path, vocab):
+    documents = [[4, 5], [6], [3, 3, 4], [], [7, 2], [5]]
+    prefix = write_sentences(tmp_path / "mixed", documents)
+    said = run(ranks, 1, *on(prefix, vocab))
+    assert f"{prefix}: 3 of 6 documents have one sentence: left out" in said
+
+
+def test_masks_and_pairs_do_not_depend_on_the_layout_or_a_restart(ranks, tmp_path, vocab):
+    rng = np.random.default_rng(1)
+    documents = [rng.integers(3, 9, rng.integers(2, 6)).tolist() for _ in range(40)]
+    prefix = write_sentences(tmp_path / "corpus", documents)
+    flags = on(prefix, vocab, "--train-iters", 4, "--fp64", *DROPOUT)
+    run(ranks, 1, *flags, "--metrics-file", tmp_path / "one.jsonl")
+    broken = (*SP2, "--save", tmp_path / "run", "--metrics-file", tmp_path / "two.jsonl")
+    run(ranks, 4, *flags, *broken, "--exit-interval", 2)
+    run(ranks, 4, *flags, *broken, "--load", tmp_path / "run")
+    one, two = rows(tmp_path / "one.jsonl"), rows(tmp_path / "two.jsonl")
+    assert_same_numbers(two, one)
+    assert len({row["masked_tokens"] for row in one}) > 1
+
+
+def test_a_blend_of_sentences_and_named_validation_sets(ranks, tmp_path, vocab):
+    a, b = (write_sentences(tmp_path / x, [[4, 5, 3]] * 12, seed=n) for n, x in enumerate("ab"))
+    flags = on(a, vocab)[5:]
+    blend = ("--train-data-path", 1, a, 3, b, "--valid-data-path", 1, a, 1, b)
+    path = tmp_path / "m.jsonl"
+    more = ("--multiple-validation-sets", "--eval-iters", 1, "--metrics-file", path)
+    said = run(ranks, 1, "--no-mock-data", *blend, *flags, *more, "--save", tmp_path / "run")
+    assert f"training on {b}: 12 samples" in said
+    by_set = {row["set"]: row for row in rows(path, "eval_set")}
+    (mean,) = rows(path, "eval")
+    for name in ("lm_loss", "sop_loss"):
+        assert mean[name] == pytest.approx((by_set["a"][name] + by_set["b"][name]) / 2)
+    history = open_checkpoint(tmp_path / "run").meta["data"]["blend"]
+    assert history == [[0, {str(a): "1", str(b): "3"}]]
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--mock-data --mask-prob 0", "--mask-prob 0 must be above 0 and below 1"),
+        ("--mock-data --short-seq-prob 2", "--short-seq-prob 2 must be from 0 to 1"),
+        ("--mock-data --mask-max-ngram 0", "--mask-max-ngram 0 must be 1 or more"),
+        ("--mock-data --seq-length 6", "--seq-length 6 has no room for two texts"),
+        ("--mock-data --reset-position-ids", "it belongs to the GPT script"),
+        ("--data-path d --vocab-size 9", "BERT's samples need [CLS], [SEP], [MASK] and [PAD]"),
+    ],
+)
+def test_what_cannot_work(flags, words, capsys):
+    line = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1".split()
+    line += ["--micro-batch-size", "2", "--train-iters", "1", *flags.split()]
+    with pytest.raises(SystemExit) as left:
+        parse(pretrain_bert.RunConfig, line, checks=[pretrain_bert.problems])
+    assert left.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_vocabulary_without_the_special_tokens(tmp_path, vocab):
+    prefix = write_sentences(tmp_path / "a", [[4, 5]])
+    vocab.write_text("\n".join(["[UNK]", *WORDS, "x", "y", "z", "w", "v", "u", "t"]) + "\n")
+    assert any("has no cls token" in said or "has no mask token" in said
+               for said in problems_of(*on(prefix, vocab)))
+
+
+def test_the_cache_flag_of_gpt_has_no_effect():
+    line = ["--mock-data", "--data-cache-path", "d", "--use-mcore-models"]
+    notices = parse(pretrain_bert.RunConfig, line).notices
+    assert "--data-cache-path has no effect: BERT's samples are cut in memory" in notices[0]
+
+
+def test_help_needs_no_torch_and_a_run_starts(tmp_path):
+    python = [sys.executable, "-W", "error"]
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60}
+    timed = [*python, "-X", "importtime", "pretrain_bert.py", "--help"]
+    done = subprocess.run(timed, **options)
+    assert done.returncode == 0
+    assert "--norm-placement" in done.stdout and "--mask-prob" in done.stdout
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    assert "core.config" in imported and not {"torch", "numpy"} & imported
+    small = "--mock-data --train-iters 1 --eval-iters 0 --num-layers 1 --no-progress-bar"
+    done = subprocess.run([*python, "pretrain_bert.py", *small.split()], **options)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "BERT of " in done.stdout and "sop loss" in done.stdout
