@@ -9,6 +9,8 @@ from tests.ranks import RankPool
 
 # Before torch is imported: what its stores have to say about connections that tests cut.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# Tests multiply small matrices: two threads would spend three times the CPU waiting for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
