@@ -16,7 +16,7 @@ that is 8 (t-1)/t S and 10 (t-1)/t S on the wire: sequence parallelism moves 25 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from core.comm.ledger import Total, wire_bytes
@@ -73,8 +73,11 @@ class Sizes:
     bytes_per_element   of activations
     bytes_per_loss      of the loss's messages
     loss_mode           how the output layer and its loss are computed (core.tensor_parallel)
-    loss_chunk          tokens that the fused modes work on at once, those of one rank's rows under
+    loss_chunk          most tokens that the fused modes work on at once, of one rank's rows under
                         sequence parallelism; None: all of them
+    masked              for BERT, the tokens to be guessed in each microbatch of this rank, which
+                        alone reach the output layer; None: all tokens do
+    reports             sums that the model reports
     batch_integers      names of int64 arrays [b, s] in a batch
     batch_samples       names of int64 arrays [b]
     batch_floats        names of float32 arrays [b, s]
@@ -94,6 +97,8 @@ class Sizes:
     bytes_per_loss: int = 4
     loss_mode: Literal["pipelined", "one-shot", "split", "unfused"] = "pipelined"
     loss_chunk: int | None = None
+    masked: tuple[int, ...] | None = None
+    reports: int = 2
     sharding: Strategy = "no_shard"
     bytes_per_gradient: int = 4
     bytes_per_sum: int = 4
@@ -128,7 +133,7 @@ def step_traffic(
 
 
 def _calls(z: Sizes, tp: int) -> Iterator[Call]:
-    for _ in range(z.microbatches):
+    for microbatch in range(z.microbatches):
         yield from _batch(z)
         for stage in z.stages:
             if stage.first:
@@ -136,10 +141,9 @@ def _calls(z: Sizes, tp: int) -> Iterator[Call]:
             for _ in range(stage.layers):
                 yield from _layer(z)
             if stage.last:
-                unfused = z.loss_mode == "unfused"
-                yield from _unfused_output(z) if unfused else _fused_output(z, tp)
+                yield from _output(z, tp, microbatch)
     for group in ("dp_cp", "pp"):
-        yield group, "all_reduce", 2 * 8  # loss and token sums, float64
+        yield group, "all_reduce", z.reports * 8  # loss, tokens and what else there is, float64
     yield from _gradients(z)
     yield from _parameters(z)
     for group in ("tp", "pp", *(() if z.sharding == "no_shard" else ("dp_cp",))):
@@ -224,15 +228,31 @@ def _column(z: Sizes) -> Iterator[Call]:
         yield "tp", "all_reduce", _activation(z)
 
 
-def _unfused_output(z: Sizes) -> Iterator[Call]:
-    """Output layer, then vocabulary-parallel cross entropy: the maxima, then two sums a token."""
-    yield from _column(z)
+def _output(z: Sizes, tp: int, microbatch: int) -> Iterator[Call]:
+    """Output layer and loss. Masked tokens are picked from the gathered sequence, whose gradient
+    needs no sum, and go on as if there were no sequence parallelism."""
     tokens = z.seq * z.micro_batch
+    if z.masked is not None:
+        if z.sequence_parallel:
+            yield "tp", "all_gather", _activation(z)
+        z, tokens = replace(z, sequence_parallel=False), z.masked[microbatch]
+    if z.loss_mode == "unfused":
+        yield from _unfused_output(z, tokens)
+    elif tokens:
+        yield from _fused_output(z, tp, tokens)
+
+
+def _unfused_output(z: Sizes, tokens: int) -> Iterator[Call]:
+    """Output layer, then vocabulary-parallel cross entropy: the maxima, then two sums a token."""
+    if z.masked is None:
+        yield from _column(z)
+    else:
+        yield "tp", "all_reduce", tokens * z.hidden * z.bytes_per_element
     yield "tp", "all_reduce", tokens * z.bytes_per_loss
     yield "tp", "all_reduce", 2 * tokens * z.bytes_per_loss
 
 
-def _fused_output(z: Sizes, tp: int) -> Iterator[Call]:
+def _fused_output(z: Sizes, tp: int, tokens: int) -> Iterator[Call]:
     """Output layer and loss in one, chunk by chunk of tokens.
 
     The hidden states travel as for a column-parallel linear: gathered in forward and once more in
@@ -240,15 +260,16 @@ def _fused_output(z: Sizes, tp: int) -> Iterator[Call]:
     loss takes one number per token and rank and one more: with every chunk, or all at once.
     """
     strips = tp if z.sequence_parallel else 1
-    mine = z.seq * z.micro_batch // strips
-    step = z.loss_chunk or mine
+    mine = tokens // strips
+    pieces = -(-mine // (z.loss_chunk or mine))
+    step = -(-mine // pieces)  # of nearly one size
     chunks = [min(step, mine - start) * strips for start in range(0, mine, step)]
     row = z.hidden * z.bytes_per_element
-    for tokens in chunks:
+    for count in chunks:
         if z.sequence_parallel:
             for _ in range(1 if z.loss_mode == "pipelined" else 2):
-                yield "tp", "all_gather", tokens * row
-        yield "tp", "reduce_scatter" if z.sequence_parallel else "all_reduce", tokens * row
+                yield "tp", "all_gather", count * row
+        yield "tp", "reduce_scatter" if z.sequence_parallel else "all_reduce", count * row
     messages = [sum(chunks)] if z.loss_mode == "one-shot" else chunks
-    for i, tokens in enumerate(messages, start=1):
-        yield "tp", "all_gather", tp * (tokens + (i == len(messages))) * z.bytes_per_loss
+    for i, count in enumerate(messages, start=1):
+        yield "tp", "all_gather", tp * (count + (i == len(messages))) * z.bytes_per_loss

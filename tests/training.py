@@ -25,9 +25,12 @@ from core.shard import shard_of
 from core.train import Trainer, TrainState
 from core.train_config import TrainConfig
 from data.batches import microbatches
-from data.mock import MockGPTDataset
-from models.config import GPTConfig
+from data.mock import MockBertDataset, MockGPTDataset
+from models.bert import build_stages as build_bert_stages
+from models.config import BertConfig, GPTConfig
 from models.gpt import build_stages
+from pretrain_bert import INTEGERS as BERT_INTEGERS
+from pretrain_gpt import INTEGERS
 
 GPT2 = GPTConfig(
     num_layers=2,
@@ -105,7 +108,9 @@ class Run:
     final: dict[str, torch.Tensor]
 
 
-def make_trainer(world: Group, model: GPTConfig, layout: Layout, **optim) -> tuple[Trainer, Feed]:
+def make_trainer(
+    world: Group, model: GPTConfig | BertConfig, layout: Layout, **optim
+) -> tuple[Trainer, Feed]:
     grid = ProcessGrid.build(RankGrid.fit(world.size, tp=layout.tp, pp=layout.pp), world)
     dtype = torch.float64 if model.fp64 else torch.float32
     train = TrainConfig(
@@ -114,7 +119,8 @@ def make_trainer(world: Group, model: GPTConfig, layout: Layout, **optim) -> tup
         seed=1,
     )
     placement = layout.placement(model.num_layers)
-    stages = build_stages(
+    bert = isinstance(model, BertConfig)
+    stages = (build_bert_stages if bert else build_stages)(
         model,
         grid,
         placement=[placement.layers_of(stage) for stage in range(placement.stages)],
@@ -130,7 +136,8 @@ def make_trainer(world: Group, model: GPTConfig, layout: Layout, **optim) -> tup
     sizes = train.batch_schedule(grid.shape.dp)
     make_row = row_maker(layout.schedule, grid.pp.size, grid.pp.rank, placement.chunks)
     trainer = Trainer(grid, stages, replicas, optimizer, schedule, sizes, make_row)
-    dataset = MockGPTDataset(model.vocab_size, model.seq_length, 1)
+    dataset = (MockBertDataset if bert else MockGPTDataset)(model.vocab_size, model.seq_length, 1)
+    needs = set().union(*(stage.needs for stage in stages))
 
     def source(consumed: int, global_batch: int):
         return microbatches(
@@ -141,7 +148,7 @@ def make_trainer(world: Group, model: GPTConfig, layout: Layout, **optim) -> tup
         source if grid.tp.rank == 0 else None,
         grid.tp,
         grid.device,
-        integers=("tokens", "labels", "position_ids", "sample"),
+        integers=[name for name in (BERT_INTEGERS if bert else INTEGERS) if name in needs],
         floats=("loss_mask",),
     )
     return trainer, feed
