@@ -174,7 +174,9 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
             )
             if stopped is None and "test" in data.held_out:
                 test = data.held_out["test"]
-                report_evaluation(trainer, state, test, config.train.eval_iters, metrics, "test")
+                report_evaluation(
+                    trainer, state, test, config.train.eval_iters, metrics, split="test"
+                )
         if config.logging.log_communication:
             totals = grid.ledger.grand_totals()
             metrics.message("communication of rank 0, by group and operation")
@@ -218,7 +220,9 @@ def evaluate_only(
 ) -> None:
     for name, split in (("valid", "validation"), ("test", "test")):
         if name in held_out:
-            report_evaluation(trainer, state, held_out[name], iterations, reporter, split)
+            report_evaluation(
+                trainer, state, held_out[name], iterations, reporter, split=split
+            )
 
 
 def pipeline_log(path: str | None, grid: ProcessGrid) -> PipelineLog | None:

@@ -175,9 +175,11 @@ class Trainer:
         }
 
     @torch.no_grad()
-    def evaluate(self, feed: Feed, iterations: int) -> dict[str, float]:
+    def evaluate(
+        self, feed: Feed, iterations: int, interrupted: Callable[[], object] = lambda: None
+    ) -> dict[str, float] | None:
         """The stages' report on the first `iterations` full batches of a feed: the same samples
-        each time.
+        each time. None when `interrupted`, asked on all ranks before every batch, says so.
 
         Nothing is left behind: no gradient, no dropout, no sample is consumed.
         """
@@ -188,6 +190,8 @@ class Trainer:
         totals = dict.fromkeys(self.stages[0].reports, 0.0)
         with self.grid.ledger.at("evaluation"):
             for i in range(iterations):
+                if interrupted():
+                    return None
                 batches = feed.step(i * full, full, microbatches)
                 sums = self._reduce(self.executor(microbatches, forward_only=True).run(batches))
                 totals = {name: total + sums[name] for name, total in totals.items()}
@@ -276,6 +280,9 @@ def train(
             return f"--exit-duration-in-mins {minutes:g} is over"
         return None
 
+    def asked() -> Stopped | None:
+        return _agreed(reason(), trainer.grid.world, trainer.grid.device)
+
     stopped = None
     while state.iteration < limits.last_iteration and stopped is None:
         at_step(state.iteration + 1)
@@ -283,11 +290,11 @@ def train(
         reporter.train(trainer.train_step(state, feed))
         done = state.iteration >= limits.last_iteration
         if _due(limits.eval_interval, state.iteration) and valid and not done:
-            report_evaluation(trainer, state, valid, limits.eval_iters, reporter)
+            report_evaluation(trainer, state, valid, limits.eval_iters, reporter, asked)
         if save is not None and _due(limits.save_interval, state.iteration):
             save(state)
             saved_at = state.iteration
-        stopped = _agreed(reason(), trainer.grid.world, trainer.grid.device)
+        stopped = asked()
         if stopped is None and _due(limits.exit_interval, state.iteration):
             stopped = Stopped(f"--exit-interval {limits.exit_interval}", planned=True)
     if save is not None and saved_at != state.iteration:
@@ -295,7 +302,7 @@ def train(
     if state.iteration >= limits.last_iteration:
         stopped = None
         if valid:
-            report_evaluation(trainer, state, valid, limits.eval_iters, reporter)
+            report_evaluation(trainer, state, valid, limits.eval_iters, reporter, asked)
     if stopped is not None:
         reporter.message(f"stopped after iteration {state.iteration}: {stopped.why}")
     return stopped
@@ -307,14 +314,21 @@ def report_evaluation(
     sets: Sequence[HeldOut],
     iterations: int,
     reporter: Reporter,
+    interrupted: Callable[[], object] = lambda: None,
     split: str = "validation",
 ) -> None:
-    """Evaluate and report each set, if there are several, and their weighted mean."""
+    """Evaluate and report each set, if there are several, and their weighted mean.
+
+    A stop that is asked for meanwhile ends it at once, with nothing but a line.
+    """
     when = {"iteration": state.iteration, "consumed_samples": state.consumed_samples}
     full, means = trainer.batch_schedule.full, {}
     for held in sets:
         batches = iterations if held.samples is None else -(-held.samples // full)
-        found = trainer.evaluate(held.feed, batches)
+        found = trainer.evaluate(held.feed, batches, interrupted)
+        if found is None:
+            reporter.message(f"{split} at iteration {state.iteration} was abandoned")
+            return
         losses = {name: value for name, value in found.items() if name.endswith("_loss")}
         if len(sets) > 1:
             reporter.evaluation({**when, "split": split, "set": held.name, **losses})

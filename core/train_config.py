@@ -6,8 +6,10 @@ them; the flags are Megatron's, but for those of LaunchConfig and a few of Loggi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from pathlib import Path
 from typing import Literal
 
@@ -205,6 +207,22 @@ class LoggingConfig:
                 f"--log-pipeline {self.log_pipeline}: there is no folder "
                 f"{Path(self.log_pipeline).parent}"
             )
+        if self.metrics_file is not None:
+            yield from _unwritable("--metrics-file", Path(self.metrics_file), is_folder=False)
+        if self.tensorboard_dir is not None:
+            yield from _unwritable("--tensorboard-dir", Path(self.tensorboard_dir), is_folder=True)
+
+
+def _unwritable(flag: str, path: Path, *, is_folder: bool) -> Iterator[str]:
+    """Why nothing could be written there; nothing is made yet."""
+    if path.exists() and path.is_dir() != is_folder:
+        yield f"{flag} {path} is a {'file' if is_folder else 'folder'}"
+        return
+    nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if nearest != path and not nearest.is_dir():
+        yield f"{flag} {path}: {nearest} is not a folder"
+    elif not os.access(nearest, os.W_OK):
+        yield f"{flag} {path} cannot be written: no permission for {nearest}"
 
 
 @dataclass(kw_only=True)

@@ -72,14 +72,16 @@ class GPTStage(Stack):
     def _fused_loss(self, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         """Output layer and loss in one; the logits never exist."""
         weight = self.embedding.word.weight if self.tied else self.output.weight
+        # what is reported of held-out text is the plain cross entropy
+        smoothing, z_loss = (self.label_smoothing, self.z_loss) if self.training else (0.0, 0.0)
         may_wait = self.training and self.loss_mode in ("auto", "split")
         return vocab_parallel_linear_cross_entropy(
             hidden,
             weight,
             labels,
             weights=weights,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
+            label_smoothing=smoothing,
+            z_loss=z_loss,
             sequence_parallel=self.sequence_parallel,
             vocab_size=self.vocab_size,
             reduction="sum",
@@ -93,7 +95,8 @@ class GPTStage(Stack):
     def _unfused_loss(self, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         """The same from logits in memory: the reference."""
         # Megatron's smoothing spreads over the other classes only: alpha = eps (V - 1) / V
-        alpha = self.label_smoothing * (self.vocab_size - 1) / self.vocab_size
+        smoothing = self.label_smoothing if self.training else 0.0
+        alpha = smoothing * (self.vocab_size - 1) / self.vocab_size
         losses = vocab_parallel_cross_entropy(
             self.logits(hidden), labels.contiguous(), alpha, self.tp, vocab_size=self.vocab_size
         )
