@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from pathlib import Path
 from typing import Literal
 
 from core.batch_schedule import BatchSchedule
