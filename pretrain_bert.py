@@ -105,8 +105,8 @@ def open_data(
     """
     from core.assemble import Feeder
     from core.run import Data
-    from data.batches import microbatches
     from data.from_flags import Opening, bert_sets
+    from data.read_ahead import ReadAhead
 
     given = Opening(
         seq_length=model.seq_length,
@@ -120,7 +120,7 @@ def open_data(
         config.data, given, binary_head=model.binary_head, mask_prob=model.mask_prob
     )
     integers, floats = ([name for name in names if name in needs] for names in (INTEGERS, FLOATS))
-    feeder = Feeder(grid, microbatches, config.train.micro_batch_size, integers, floats)
+    feeder = Feeder(grid, ReadAhead, config.train.micro_batch_size, integers, floats)
     return Data.of(sets, feeder, config.train.samples(grid.shape.dp))
 
 

@@ -106,8 +106,8 @@ def open_data(
     """
     from core.assemble import Feeder, writes_first
     from core.run import Data
-    from data.batches import microbatches
     from data.from_flags import Opening, gpt_sets
+    from data.read_ahead import ReadAhead
 
     given = Opening(
         seq_length=model.seq_length,
@@ -122,7 +122,7 @@ def open_data(
     if config.data.reset_attention_mask or config.data.document_attention_mask:
         integers.append("document_ids")
     floats = [name for name in FLOATS if name in needs]
-    feeder = Feeder(grid, microbatches, config.train.micro_batch_size, integers, floats)
+    feeder = Feeder(grid, ReadAhead, config.train.micro_batch_size, integers, floats)
     return Data.of(gpt_sets(config.data, given), feeder, config.train.samples(grid.shape.dp))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import torch
 
 from core.comm import Group, gather_objects
 from core.config_record import to_json
-from core.feed import Feed
+from core.feed import Feed, Source
 from core.grid import ParallelConfig, RankGrid
 from core.pipeline_parallel.placement import Placement
 from core.pipeline_parallel.stage import Stage
@@ -123,28 +123,20 @@ def writes_first(folder: str | None, reads: bool, world: Group) -> bool:
 class Feeder:
     """Makes a Feed of a data set: the arrays named, for this rank's samples; tp rank 0 reads.
 
-    microbatches       (data set, consumed, global batch, micro batch, dp rank, dp size) -> a step's
-                       microbatches
+    reader             (data set, micro batch, dp rank, dp size, microbatches to read ahead) ->
+                       a Feed's source
     integers, floats   names of int64 and float32 arrays
     """
 
     grid: ProcessGrid
-    microbatches: Callable[..., Iterator]
+    reader: Callable[[Any, int, int, int, int], Source]
     micro_batch_size: int
     integers: Sequence[str]
     floats: Sequence[str]
 
-    def __call__(self, dataset: Any) -> Feed:
-        grid = self.grid
-
-        def source(consumed: int, global_batch: int) -> Iterator:
+    def __call__(self, dataset: Any, ahead: int = 0) -> Feed:
+        grid, source = self.grid, None
+        if grid.tp.rank == 0:
             place = (grid.dp_cp.rank, grid.dp_cp.size)
-            return self.microbatches(dataset, consumed, global_batch, self.micro_batch_size, *place)
-
-        return Feed(
-            None if grid.tp.rank else source,
-            grid.tp,
-            grid.device,
-            integers=self.integers,
-            floats=self.floats,
-        )
+            source = self.reader(dataset, self.micro_batch_size, *place, ahead)
+        return Feed(source, grid.tp, grid.device, integers=self.integers, floats=self.floats)

@@ -45,6 +45,8 @@ from core.train import (
 )
 from core.train_config import CheckpointConfig, LoggingConfig, TrainConfig
 
+READ_AHEAD = 2  # microbatches of training
+
 
 class Sections(Protocol):
     """The sections of a recipe's config that a run reads; model and data are its own affair."""
@@ -85,10 +87,11 @@ class Data:
     facts: Sequence[str] = ()
 
     @classmethod
-    def of(cls, sets: Sets, feed: Callable[[Any], Feed], samples: int) -> Data:
-        """From a recipe's data sets, for a run of so many samples. `feed` makes a Feed of one."""
+    def of(cls, sets: Sets, feed: Callable[..., Feed], samples: int) -> Data:
+        """From a recipe's data sets, for a run of so many samples. `feed` makes a Feed of one, and
+        may read microbatches ahead."""
         return cls(
-            train=feed(sets.train),
+            train=feed(sets.train, READ_AHEAD),
             held_out={
                 split: [HeldOut(feed(one.data), one.name, one.weight, one.samples) for one in found]
                 for split, found in sets.held_out.items()

@@ -46,6 +46,8 @@ LAYOUTS = {
     "dp2-tp2-sp": (4, (*SP2, "--micro-batch-size", 1)),
     "pp2-tp2-sp": (4, (*PP2, *SP2)),
     "pp2-dp2-chunks": (4, (*PP2, "--num-virtual-stages-per-pipeline-rank", 2)),
+    "dp2-sharded": (2, ("--data-parallel-sharding-strategy", "optim_grads_params")),
+    "pp2-dp2-zero1": (4, (*PP2, "--use-distributed-optimizer", "--overlap-grad-reduce")),
 }
 MODELS = {
     "post": (),
@@ -84,6 +86,18 @@ def test_every_layout_equals_one_process(ranks, tmp_path, model, name):
     assert [row["kind"] for row in found] == ["train"] * 3 + ["eval"] * 2
     assert_same_numbers(found, wanted)
     assert len({row["lm_loss"] for row in found}) == len({row["sop_loss"] for row in found}) == 5
+
+
+@pytest.mark.parametrize(
+    "precision", [("--bf16",), ("--fp16", "--initial-loss-scale", 256)], ids=lambda flags: flags[0]
+)
+def test_low_precision_follows_float32(ranks, tmp_path, precision):
+    losses = []
+    for name, flags in (("wide", ()), ("low", precision)):
+        path = tmp_path / f"{name}.jsonl"
+        run(ranks, 2, *SP2, "--train-iters", 3, *flags, "--metrics-file", path)
+        losses.append([(row["lm_loss"], row["sop_loss"]) for row in rows(path)])
+    assert np.ravel(losses[1]) == pytest.approx(np.ravel(losses[0]), rel=0.01)
 
 
 def test_the_losses_fall(ranks, tmp_path):
