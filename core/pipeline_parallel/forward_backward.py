@@ -40,7 +40,8 @@ def get_forward_backward_func(
     pp_size, vp_size  pipeline ranks and chunks of the model on each; if neither is given,
                       parallel_state's
     schedule          a name or file for core.pipeline_parallel.schedules, by default 1f1b, or
-                      interleaved with several chunks
+                      interleaved with several chunks. Its backwards must be whole: a fork's weight
+                      gradients are autograd's, so there is nothing to put off
     """
     if pp_size is None and vp_size is None:
         vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
@@ -104,6 +105,8 @@ def forward_backward(
         for number, (chunk, data) in enumerate(zip(models, iterators, strict=True))
     ]
     plan = _plan(schedule, pp.size, num_microbatches, chunks, forward_only=forward_only)
+    if any(action.op is Op.I for action in plan.row(pp.rank)):
+        raise NotImplementedError(f"schedule {schedule} splits backwards; use 1f1b or interleaved")
     result = _run(plan, stages, pp, step)
     if not forward_only:
         _finalize(models, step.config, result.sums.get("tokens"), pg_collection, force_all_reduce)
@@ -228,10 +231,6 @@ class ForkStage(Stage):
     def backward_step(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         with nullcontext() if self.armed else self.step.no_sync():
             return super().backward_step(microbatch, gradient)
-
-    def input_grad_step(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        with self.step.no_sync():  # the weights are not done: finalize_model_grads_func reduces
-            return super().input_grad_step(microbatch, gradient)
 
     def _autocast(self):
         if not self.step.asked("enable_autocast", False):

@@ -203,6 +203,19 @@ def test_what_cannot_run_is_named(options, error, told):
         step_alone(Chunk(0, 1, config_of()), **options)
 
 
+def test_a_schedule_that_splits_backwards_is_refused():
+    step = get_forward_backward_func(schedule="zb_h1")
+    with pytest.raises(NotImplementedError, match="schedule zb_h1 splits backwards; use 1f1b"):
+        step(
+            forward_step_func=print,
+            data_iterator=data(),
+            model=Chunk(0, 1, config_of()),
+            num_microbatches=2,
+            seq_length=SEQ,
+            micro_batch_size=BATCH,
+        )
+
+
 def wrong_shape(world: Group) -> None:
     parallel_state.initialize_model_parallel(1, world.size)
     step_alone(Chunk(world.rank, 2, config_of()), seq_length=SEQ + 1)
