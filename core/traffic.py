@@ -22,6 +22,7 @@ from typing import Literal
 from core.comm.ledger import Total, wire_bytes
 from core.data_parallel.config import Strategy
 from core.data_parallel.layout import Bucket
+from core.data_parallel.memory import is_of_blocks
 from core.grid import RankGrid
 from core.pipeline_parallel.actions import RECEIVES, SENDS, Action
 
@@ -46,7 +47,7 @@ class BucketSizes:
         """As dp rank `rank` sees it; ways: of how many parts it keeps one, 1 where it keeps all."""
         mine = bucket.part(rank, ways) if ways > 1 else None
         tp, embed = (sum(b - a for a, b in bucket.shared(x, mine)) for x in ("tp", "embed"))
-        return cls(bucket.length, tp, embed, all("." in slot.unit for slot in bucket.slots))
+        return cls(bucket.length, tp, embed, is_of_blocks(bucket))
 
 
 @dataclass(frozen=True)

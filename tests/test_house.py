@@ -46,6 +46,7 @@ PURE = (
     "core/config_record.py",
     "core/data_parallel/config.py",
     "core/data_parallel/layout.py",
+    "core/data_parallel/memory.py",
     "core/flag_table.py",
     "core/grid.py",
     "core/known_flags.py",

@@ -17,6 +17,7 @@ from core.feed import Feed
 from core.grid import RankGrid
 from core.optimizer.adam import Optimizer
 from core.optimizer.config import OptimizerConfig
+from core.optimizer.precision import LossScale, PrecisionConfig
 from core.optimizer.schedule import Schedule
 from core.pipeline_parallel.placement import Placement, place_layers
 from core.pipeline_parallel.schedules import row_maker
@@ -64,6 +65,7 @@ class Layout:
     chunks    stages per pipeline rank     layers    of each stage; by default an even split
     sharding  over dp                      overlap   communication of gradients and parameters
     bucket    --ddp-bucket-size            global_batch_size    samples of a step
+    precision settings of PrecisionConfig
     """
 
     tp: int = 1
@@ -76,6 +78,7 @@ class Layout:
     sharding: str = "no_shard"
     overlap: bool = False
     bucket: int | None = None
+    precision: tuple[tuple[str, object], ...] = ()
     global_batch_size: int = 8
 
     def __str__(self) -> str:
@@ -112,7 +115,8 @@ def make_trainer(
     world: Group, model: GPTConfig | BertConfig, layout: Layout, **optim
 ) -> tuple[Trainer, Feed]:
     grid = ProcessGrid.build(RankGrid.fit(world.size, tp=layout.tp, pp=layout.pp), world)
-    dtype = torch.float64 if model.fp64 else torch.float32
+    precision = PrecisionConfig(**dict(layout.precision))
+    dtype = torch.float64 if model.fp64 else getattr(torch, precision.dtype)
     train = TrainConfig(
         micro_batch_size=layout.micro_batch_size,
         global_batch_size=layout.global_batch_size,
@@ -130,8 +134,16 @@ def make_trainer(
         dtype=dtype,
     )
     config = OptimizerConfig(**{"lr": 1e-3, "lr_decay_style": "constant", **optim})
-    replicas = DataParallel(stages, grid.dp_cp, grid.tp, grid.embed, layout.data_parallel())
-    optimizer = Optimizer(replicas, grid.tp, grid.pp, config)
+    replicas = DataParallel(
+        stages,
+        grid.dp_cp,
+        grid.tp,
+        grid.embed,
+        layout.data_parallel(),
+        message=torch.bfloat16 if precision.grad_reduce_in_bf16 else None,
+    )
+    scale = LossScale.of(precision, model.seq_length * layout.global_batch_size)
+    optimizer = Optimizer(replicas, grid.tp, grid.pp, config, scale)
     schedule = Schedule.of(config, train_samples=8000, global_batch_size=8)
     sizes = train.batch_schedule(grid.shape.dp)
     make_row = row_maker(layout.schedule, grid.pp.size, grid.pp.rank, placement.chunks)

@@ -21,6 +21,7 @@ from core.comm import Group, all_reduce_
 from core.data_parallel.buckets import BucketMemory
 from core.data_parallel.config import DataParallelConfig
 from core.data_parallel.layout import Bucket, lay_out
+from core.data_parallel.memory import UNDER_WAY
 from core.data_parallel.units import Arrivals, Unit, Visits, unit_of, units_of, units_with_memory
 from core.pipeline_parallel.actions import Op
 from core.pipeline_parallel.stage import Stage
@@ -28,7 +29,6 @@ from core.shard import shard_of
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 OVERLAPPED_BUCKET = 40_000_000  # parameters, where reductions overlap and nothing else is asked for
-UNDER_WAY = 2  # reductions of transient gradients; the next one waits for the oldest
 
 
 # ---- where layers leave their gradients ----------------------------------------------------------

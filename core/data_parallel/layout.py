@@ -6,8 +6,8 @@ runs, the checkpoint names its pieces, core.traffic counts its bytes.
 A stage's parameters lie in buckets. A bucket is summed over dp in one message, and every dp rank
 owns one part of it, all of one length, where something is sharded:
 
-    bucket   [ slot | slot | … | padding ]            slots start on multiples of ALIGN
-    parts    [  rank 0  |  rank 1  |  …  ]            parts start on multiples of BLOCK
+    bucket   [ slot | slot | … | padding ]            slots start on multiples of BLOCK,
+    parts    [  rank 0  |  rank 1  |  …  ]            and so do parts
 
 Buckets come in the reverse order of use, so that the first gradients to be ready fill the first
 bucket. Inside a bucket, slots that are treated alike are neighbours: there the order is free. A
@@ -22,8 +22,9 @@ from math import prod
 
 from core.shard import Shard
 
-ALIGN = 16  # elements; then vector instructions meet the same elements however a bucket is cut
-BLOCK = 512  # elements; squares are added block by block (core.optimizer.clip)
+# Elements. Squares are added block by block and the optimizer's vector instructions meet whole
+# blocks, so that bits do not depend on buckets and parts.
+BLOCK = 256
 AXES = ("", "tp", "embed")  # over which a gradient is summed besides dp
 
 
@@ -67,12 +68,12 @@ class Bucket:
     ) -> list[tuple[object, int, int]]:
         """Longest neighbouring stretches with one key(slot), cut to `within`: (key, start, stop).
 
-        The few elements between two slots belong to the stretch on their left.
+        The elements between two slots belong to the stretch on their left.
         """
         low, high = within or (0, self.length)
         runs: list[list] = []
         for slot in self.slots:
-            start, stop = max(slot.start, low), min(_up(slot.stop, ALIGN), high)
+            start, stop = max(slot.start, low), min(_up(slot.stop, BLOCK), high)
             if start >= stop:
                 continue
             if runs and runs[-1][0] == key(slot) and runs[-1][2] == start:
@@ -130,7 +131,7 @@ def lay_out(
     >>> w, n = Shard((4, 8), dim=0), Shard((8,), decay=False)
     >>> first, = lay_out([("norm", (8,), n), ("up", (2, 8), w), ("down", (2, 8), w)], ways=2)
     >>> [(s.name, s.start, s.stop) for s in first.slots], first.length, first.part(1, 2)
-    ([('norm', 0, 8), ('down', 16, 32), ('up', 32, 48)], 1024, (512, 1024))
+    ([('norm', 0, 8), ('down', 256, 272), ('up', 512, 528)], 1024, (512, 1024))
     """
     groups: list[list[Named]] = []
     size, last = 0, None
@@ -149,7 +150,7 @@ def _bucket(group: Sequence[Named], ways: int, unit_of: Callable[[str], str]) ->
     slots, at = [], 0
     for name, shape, shard in sorted(group, key=lambda param: _treatment(param[2])):
         slots.append(Slot(name, shape, shard, unit_of(name), at))
-        at = _up(slots[-1].stop, ALIGN)
+        at = _up(slots[-1].stop, BLOCK)
     return Bucket(tuple(slots), _up(at, ways * BLOCK))
 
 
