@@ -66,6 +66,20 @@ def reference(shape: str) -> Outcome:
 
 @pytest.mark.parametrize(("shape", "size", "layout"), CASES, ids=str)
 def test_every_pipeline_equals_one_process(ranks, shape, size, layout):
+    check(ranks, shape, size, layout)
+
+
+def test_a_users_own_schedule_equals_one_process(ranks, tmp_path):
+    """Some backwards whole and some split, late microbatches first, transfers left out."""
+    plan = tmp_path / "mine.txt"
+    plan.write_text(
+        "F1@0 F0@0 F2@0 I0@0 F3@0 B1@0 W0@0 I3@0 I2@0 W3@0 W2@0  # four microbatches\n"
+        "F0@1 B0@1 F1@1 B1@1 F3@1 F2@1 B3@1 B2@1\n"
+    )
+    check(ranks, "gpt2", 2, Layout(pp=2, schedule=str(plan)))
+
+
+def check(ranks, shape: str, size: int, layout: Layout) -> None:
     one = reference(shape)
     runs = ranks.run(outcome, model_of(shape), layout, STEPS, size=size)
     assert {name for run in runs for name in run.initial} == one.initial.keys()
