@@ -32,7 +32,7 @@ class TrainConfig:
     """Samples of an optimizer step; by default micro batch x data parallel size."""
     rampup_batch_size: tuple[int, int, int] | None = None
     """START INCREMENT SAMPLES: grow from START by INCREMENT over the first SAMPLES samples."""
-    train_iters: int | None = field(default=None, metadata={"mock": 60, "unless": "train_samples"})
+    train_iters: int | None = field(default=None, metadata={"mock": 20, "unless": "train_samples"})
     """Optimizer steps of all runs together: a resumed run keeps its command line."""
     train_samples: int | None = None
     """The same, counted in samples."""
@@ -44,7 +44,7 @@ class TrainConfig:
     """Of initial values, dropout and the order of samples."""
     eval_interval: int | None = None
     """Steps between validations; by default only at the end."""
-    eval_iters: int = field(default=100, metadata={"mock": 4})
+    eval_iters: int = field(default=100, metadata={"mock": 2})
     """Batches of a validation; 0 turns it off."""
     skip_train: bool = False
     """Validate only."""
