@@ -82,7 +82,8 @@ def test_runs_cut_into_parts_are_the_runs(drawn, ways):
 def test_gradients_that_are_ready_first_are_in_the_first_bucket():
     w = Shard((32, 32))
     buckets = lay_out([(f"p{n}", (32, 32), w) for n in range(6)], largest=2000)
-    assert [[s.name for s in b.slots] for b in buckets] == [["p5", "p4"], ["p3", "p2"], ["p1", "p0"]]
+    names = [[s.name for s in b.slots] for b in buckets]
+    assert names == [["p5", "p4"], ["p3", "p2"], ["p1", "p0"]]
 
 
 def test_a_table_that_two_stages_hold_is_cut_alike_on_both():
