@@ -3,7 +3,7 @@
 Pure: standard library only. Per parameter, with n dp ranks (a short type is bfloat16 or float16):
 
     strategy             float32           short type
-    no_shard             4 + 4 + 8         2 + 4 + 4 + 8       parameter, gradient, (master,) moments
+    no_shard             4 + 4 + 8         2 + 4 + 4 + 8      parameter, gradient, (master,) moments
     optim                4 + 4 + 8/n       2 + 4 + (4 + 8)/n
     optim_grads          4 + (4 + 8)/n     2 + (4 + 4 + 8)/n
     optim_grads_params   (4 + 4 + 8)/n     (2 + 4 + 4 + 8)/n
