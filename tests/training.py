@@ -160,7 +160,8 @@ def make_trainer(
         source if grid.tp.rank == 0 else None,
         grid.tp,
         grid.device,
-        integers=[name for name in (BERT_INTEGERS if bert else INTEGERS) if name in needs],
+        # a GPT's stages get all arrays here, as core.traffic's default sizes have them
+        integers=[name for name in BERT_INTEGERS if name in needs] if bert else INTEGERS,
         floats=("loss_mask",),
     )
     return trainer, feed
