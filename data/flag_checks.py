@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeVar
 
-from data.config import TOKENIZER_FLAGS, BertDataConfig, DataConfig
+from data.config import TOKENIZER_FLAGS, BertDataConfig, DataConfig, GPTDataConfig
 
 if TYPE_CHECKING:
     from data.sets import Mix
@@ -68,6 +68,8 @@ def tokenizer_problems(config: DataConfig, vocab_size: int | None) -> Iterator[s
         tokenizer = tokenizer_of(config, vocab_size)
         if isinstance(config, BertDataConfig) and not is_null(config):
             PairSampler.of(tokenizer, 8)
+        elif isinstance(config, GPTDataConfig):
+            eod_of(tokenizer, config)
     except DataError as error:
         yield str(error)
         return
@@ -77,6 +79,12 @@ def tokenizer_problems(config: DataConfig, vocab_size: int | None) -> Iterator[s
             f"--vocab-size {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} "
             f"tokens; use {tokenizer.vocab_size} or more, or leave it out"
         )
+
+
+def eod_of(tokenizer, config: GPTDataConfig) -> int | None:
+    """Id of the end of document, where a flag needs it. Raises DataError if there is none."""
+    needed = config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss
+    return tokenizer.eod if needed and tokenizer is not None else None
 
 
 def data_problems(
@@ -127,6 +135,12 @@ def mixes_of(config: DataConfig) -> dict[str, Mix]:
     )
 
 
+def used(mix: Mix) -> list[str]:
+    """The prefixes that have a share."""
+    weights = mix.weights or [1] * len(mix.prefixes)
+    return [prefix for prefix, weight in zip(mix.prefixes, weights) if weight]
+
+
 def single_sentences(mix: Mix, prefix: str) -> tuple[int, int]:
     """(documents, those of them with one sentence or none). Raises DataError."""
     from data.indexed import IndexedDataset
@@ -141,7 +155,7 @@ def single_sentences(mix: Mix, prefix: str) -> tuple[int, int]:
 def _pair_problems(mix: Mix | None) -> Iterator[str]:
     from data.index_format import DataError
 
-    for prefix in () if mix is None else mix.prefixes:
+    for prefix in () if mix is None else used(mix):
         try:
             documents, single = single_sentences(mix, prefix)
         except DataError:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from data.bert import BertDataset, PairSampler
 from data.config import BertDataConfig, DataConfig, GPTDataConfig
-from data.flag_checks import is_null, mixes_of, single_sentences, tokenizer_of
+from data.flag_checks import eod_of, is_null, mixes_of, single_sentences, tokenizer_of, used
 from data.gpt import GPTDataset, GPTPass
 from data.index_format import DataError
 from data.indexed import IndexedDataset
@@ -89,7 +89,7 @@ def gpt_sets(config: GPTDataConfig, given: Opening) -> Sets:
         return _mock_sets(given, lambda split: MockGPTDataset(*sizes, split=split))
     tokenizer = tokenizer_of(config, given.vocab_size - is_null(config))
     options = {
-        "eod": None if tokenizer is None else tokenizer.eod,
+        "eod": eod_of(tokenizer, config),
         "reset_position_ids": config.reset_position_ids,
         "reset_attention_mask": config.reset_attention_mask,
         "eod_mask_loss": config.eod_mask_loss,
@@ -165,7 +165,7 @@ def _open_sets(config: DataConfig, given: Opening, make: Make, make_pass: Make |
         sets.facts.append(f"the blend changes at sample {given.consumed}; nothing is repeated")
 
     def held(mix: Mix) -> Held:
-        counts = [IndexedDataset(prefix).num_documents for prefix in mix.prefixes]
+        counts = [IndexedDataset(prefix).num_documents for prefix in used(mix)]
         if mix.split is not None and not any(mix.documents(count) for count in counts):
             raise DataError(f"--split {mix.split} gives it none of {sum(counts)} documents")
         return _whole(mix, make_pass) if make_pass else Held(open_mix(mix, make, threads=threads))
@@ -173,7 +173,7 @@ def _open_sets(config: DataConfig, given: Opening, make: Make, make_pass: Make |
     for split in SPLITS[1:] if given.evaluates else ():
         if split in found:
             several = config.multiple_validation_sets and split == "valid"
-            parts = named_mixes(found[split]) if several else {"": found[split]}
+            parts = _shares(found[split]) if several else {"": found[split]}
             opened = _open_each(parts, held, f"no {split} samples", sets.facts)
             sets.held_out[split] = opened if len(opened) == 1 else _weighted(found[split], opened)
     sets.held_out = {split: opened for split, opened in sets.held_out.items() if opened}
@@ -193,13 +193,18 @@ def _open_each(
     return opened
 
 
+def _shares(mix: Mix) -> dict[str, Mix]:
+    """Each set that has a share, by its name."""
+    return {name: one for name, one in named_mixes(mix).items() if one.prefixes[0] in used(mix)}
+
+
 def _weighted(mix: Mix, opened: list[Held]) -> list[Held]:
     """With their shares in the mean: the weights in the flags, or their sizes."""
     if mix.weights is not None:
         shares = dict(zip(named_mixes(mix), map(float, mix.weights)))
     else:
         shares = {held.name: _size(held) for held in opened}
-    return [replace(held, weight=shares[held.name]) for held in opened if shares[held.name]]
+    return [replace(held, weight=shares[held.name]) for held in opened]
 
 
 def _size(held: Held) -> float:
@@ -225,11 +230,8 @@ class _Chain:
 
 def _whole(mix: Mix, make: Make) -> Held:
     """All samples of every set that has a share. Raises DataError where there is none."""
-    weights = mix.weights or [1] * len(mix.prefixes)
     parts = [
-        make(prefix, mix.documents(IndexedDataset(prefix).num_documents))
-        for prefix, weight in zip(mix.prefixes, weights)
-        if weight
+        make(prefix, mix.documents(IndexedDataset(prefix).num_documents)) for prefix in used(mix)
     ]
     chain = _Chain(parts)
     if not len(chain):
@@ -238,7 +240,7 @@ def _whole(mix: Mix, make: Make) -> Held:
 
 
 def _single_facts(mix: Mix) -> Iterator[str]:
-    for prefix in mix.prefixes:
+    for prefix in used(mix):
         documents, single = single_sentences(mix, prefix)
         if single:
             yield f"{prefix}: {single} of {documents} documents have one sentence: left out"

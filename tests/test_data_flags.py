@@ -151,6 +151,14 @@ def test_c103_several_validation_sets(pairs, tmp_path, full):
     assert f" validation loss at iteration 1 | lm loss value: {found['']:.6E} | " in said
 
 
+def test_a_set_without_a_share_is_not_opened(pairs, tmp_path):
+    """C050: neither for training nor for validation, and its files need not be there."""
+    flags = ("--train-data-path", 1, pairs["a"], 0, tmp_path / "nowhere")
+    flags += ("--valid-data-path", 1, pairs["b"], 0, tmp_path / "nowhere", 1, pairs["c"])
+    found, said = one_evaluation(tmp_path, "m", *flags, "--multiple-validation-sets")
+    assert list(found) == ["b", "c", ""] and "nowhere" not in said
+
+
 def test_the_mean_without_weights_goes_by_size(pairs, tmp_path):
     train = ("--train-data-path", pairs["c"], "--multiple-validation-sets")
     found, _ = one_evaluation(tmp_path, "m", *train, "--valid-data-path", pairs["a"], pairs["b"])
