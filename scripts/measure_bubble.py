@@ -2,7 +2,7 @@
 """Measure the bubble of each schedule on real ranks, with sleeps for compute, against the plan's.
 
     python scripts/measure_bubble.py
-    python scripts/measure_bubble.py --pp 4 --microbatches 8 --unit 0.04 --schedule zb_h1
+    python scripts/measure_bubble.py --pp 4 --microbatches 8 --unit 0.1 --schedule zb_h1
 
 Every action of a stage sleeps as long as the plan says (a forward of all chunks together one unit,
 a backward two), so cores do not matter; plan, executor, transfers and log are the real ones. The
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--pp", type=int, default=4, help="ranks")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--unit", type=float, default=0.04, help="seconds of a rank's forward")
+    parser.add_argument("--unit", type=float, default=0.3, help="seconds of a rank's forward")
     parser.add_argument("--schedule", help="one of them", choices=sorted({s for s, _ in CASES}))
     args = parser.parse_args(argv)
     pool = RankPool()
