@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +51,7 @@ def carry_out(
     """
     parallel = config.parallel
     grid = build_grid(parallel, world)
+    world.knows_groups({group.name: group.ranks for group in grid.groups()})
     placement = parallel.placement(model.num_layers)
     stages = build_stages(
         model,
@@ -78,7 +78,7 @@ def carry_out(
         ],
         stop_requested=world.stop_requested,
         at_step=world.at_step,
-        progress_bar=sys.stderr.isatty(),
+        progress_bar=world.has_terminal(),
     )
     return run(config, grid, inputs)
 

@@ -86,18 +86,21 @@ class ProcessGrid:
     def coord(self):
         return self.shape.coord(self.rank)
 
+    def groups(self) -> list[Group]:
+        """All that this rank belongs to, the world apart."""
+        return [getattr(self, name) for name in (*GROUP_AXES, "embed")]
+
     def _check_groups(self) -> None:
         """Sum 2^rank over each group and compare with the table: a wrong member shows at once.
 
         Exact in float64 for 52 ranks; larger worlds are checked modulo 52.
         """
-        for name in (*GROUP_AXES, "embed"):
-            group: Group = getattr(self, name)
+        for group in self.groups():
             mine = torch.tensor([2.0 ** (self.rank % 52)], dtype=torch.float64, device=self.device)
-            found = all_reduce_(mine, group, tag=f"startup.check.{name}").item()
+            found = all_reduce_(mine, group, tag=f"startup.check.{group.name}").item()
             if found != (wanted := float(sum(2.0 ** (r % 52) for r in group.ranks))):
                 raise RuntimeError(
-                    f"group {name} of ranks {group.ranks} sums 2^rank to {found:.0f}, not "
+                    f"group {group.name} of ranks {group.ranks} sums 2^rank to {found:.0f}, not "
                     f"{wanted:.0f}: the ranks created their groups in different orders"
                 )
 

@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +38,7 @@ class StandInWorld:
     backend: str = "gloo"
     steps: list[int] = field(default_factory=list)
     reports: list[tuple[str, str]] = field(default_factory=list)
+    members: dict[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -49,6 +50,12 @@ class StandInWorld:
 
     def stop_requested(self) -> str | None:
         return None
+
+    def has_terminal(self) -> bool:
+        return False
+
+    def knows_groups(self, members: Mapping[str, Sequence[int]]) -> None:
+        self.members.update(members)
 
     def at_step(self, step: int) -> None:
         self.steps.append(step)

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from core.launch.failure import read_failures
 from core.launch.status import read_status
+from core.launch.world import World
 from tests.core.launch.test_supervise import PROGRAM, clean_environ, start
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -43,6 +45,27 @@ def test_one_process_leaves_torch_distributed_alone() -> None:
     code, out, err = run()
     assert (code, err) == (0, "")
     assert out == "rank 0 of 1 on cpu: one process\n"
+
+
+@pytest.mark.parametrize(
+    ("rank", "environ", "answer"),
+    [
+        (0, {"TERM": "xterm"}, True),
+        (1, {"TERM": "xterm"}, False),
+        (0, {"TERM": "dumb"}, False),
+        (0, {"TERM": "xterm", "SLURM_JOB_ID": "812"}, False),
+    ],
+)
+def test_only_rank_0_on_a_screen_draws_a_bar(monkeypatch, rank, environ, answer) -> None:
+    """Bars fill log files, and two ranks that draw on one screen draw over each other."""
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(isatty=lambda: True))
+    for name in ("TERM", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    parts = dict.fromkeys(("group", "reporter", "signals", "progress"))
+    world = World(rank, 2, rank, 2, "cpu", "test", "gloo", **parts)
+    assert world.has_terminal() is answer
 
 
 def test_ranks_of_nproc_meet_work_and_leave(tmp_path) -> None:
