@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 from core import known_flags
 from core.flag_table import MOCK_SWITCH, Leaf, flag_of, leaves, recipe, tokens
 
-__all__ = ["parse", "recipe"]
+__all__ = ["parse", "recipe", "typed_values"]
 
 T = TypeVar("T")
 Check = Callable[[Any], Iterable[str]]
@@ -115,6 +115,12 @@ def _read_foreign(line: _Line, table: Mapping[str, Leaf], word: str, name: str, 
         line.problems.append(f"{word} is a known flag but refused: {refusal}")
     else:
         line.problems.append(f"{word} is not a flag{_nearest(table, name)}")
+
+
+def typed_values(cls: type, argv: Sequence[str]) -> dict[str, str | bool]:
+    """What a command line types for each leaf, unchecked: a switch's value, else its words."""
+    typed = _read(leaves(cls), argv).typed
+    return {name: " ".join(word.values) or word.value for name, word in typed.items()}
 
 
 def _nearest(table: Mapping[str, Leaf], name: str) -> str:

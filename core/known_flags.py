@@ -133,7 +133,7 @@ REFUSED: dict[str, str] = _by_reason(
             "recompute_modules distribute_saved_activations"
         ),
         f"not here yet; {_WITHOUT}": (
-            "tp_comm_overlap manual_gc manual_gc_interval async_save use_persistent_ckpt_worker "
+            "tp_comm_overlap manual_gc manual_gc_interval use_persistent_ckpt_worker "
             "async_strategy high_priority_stream_groups nccl_ub use_nccl_ub use_sharp "
             "disable_tp_comm_overlap_ag disable_tp_comm_overlap_rs disable_tp_comm_bulk_dgrad "
             "disable_tp_comm_bulk_wgrad disable_tp_comm_split_ag disable_tp_comm_split_rs"
@@ -150,9 +150,7 @@ REFUSED: dict[str, str] = _by_reason(
             "mask_prob short_seq_prob bert_no_binary_head"
         ),
         "retrieval models are not supported": "bert_load titles_data_path",
-        "not here yet; use --save-interval": "non_persistent_save_interval save_retain_interval",
-        "not here yet; use --load DIR --finetune": "pretrained_checkpoint",
-        "not here yet; repeat the flags of the saved run": "use_checkpoint_args",
+        "not here yet; use --save-interval": "non_persistent_save_interval",
         "not here yet; --metrics-file and the log line have loss, gradient norm and times": (
             "log_progress "
             "tensorboard_queue_size log_memory_to_tensorboard "

@@ -2,7 +2,8 @@
 
     stages -> DataParallel -> Optimizer -> Trainer -> load -> train -> evaluate -> save
 
-Given stages and feeds, it knows neither models nor datasets. Read `run` first, then `Checkpoints`.
+Given stages and feeds, it knows neither models nor datasets. Read `run` first. Neighbour:
+core/resume.py (checkpoints).
 """
 
 from __future__ import annotations
@@ -14,10 +15,6 @@ from typing import Any, Protocol
 
 import torch
 
-from core.checkpoint.directory import differences
-from core.checkpoint.errors import CheckpointError, MissingCheckpoint
-from core.checkpoint.reader import Checkpoint, load
-from core.checkpoint.store import Saver
 from core.comm import barrier
 from core.comm.ledger import format_table
 from core.data_parallel.config import DataParallelConfig
@@ -33,7 +30,7 @@ from core.pipeline_parallel.measured import PipelineLog
 from core.pipeline_parallel.schedules import row_maker
 from core.pipeline_parallel.stage import Stage
 from core.process_grid import ProcessGrid
-from core.saved_state import pieces
+from core.resume import Checkpoints
 from core.train import (
     HeldOut,
     Limits,
@@ -148,7 +145,7 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
         schedule_of(config.optimizer.of_vocabulary(), config.train, grid),
     )
     trainer.open_wires()
-    checkpoints = Checkpoints(config.checkpoint, trainer, inputs)
+    checkpoints = Checkpoints(config.checkpoint, trainer, inputs.record, inputs.model_record)
     state = checkpoints.load()
     data = inputs.open_data(checkpoints.data_record, state.consumed_samples)
     checkpoints.data_record = data.record
@@ -266,116 +263,3 @@ def reporting(
         tensorboard_dir=logging.tensorboard_dir,
         progress_bar=inputs.progress_bar and logging.progress_bar,
     )
-
-
-@dataclass
-class Checkpoints:
-    """Loading and saving as the flags ask; holds the folder while it is entered.
-
-    data_record  the data's own: after `load` the checkpoint's, then what `save` is to keep
-    """
-
-    config: CheckpointConfig
-    trainer: Trainer
-    inputs: Inputs
-    data_record: dict = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    _saver: Saver | None = None
-    _loaded: int | None = None
-
-    def __enter__(self) -> Checkpoints:
-        if self.config.save:
-            self._saver = Saver(
-                self.config.save, self.trainer.grid.world, loaded=self._loaded
-            ).__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._saver is not None:
-            self._saver.__exit__(*error)
-
-    def save(self, state: TrainState) -> None:
-        trainer, other = self.trainer, self.trainer.vocabulary_schedule
-        meta = {
-            "state": state.to_json(),
-            "schedule": trainer.schedule.to_json(),
-            "vocabulary_schedule": other and other.to_json(),
-            "loss_scale": trainer.optimizer.scale.to_json(),
-            "config": self.inputs.record,
-            "model": self.inputs.model_record,
-            "data": self.data_record,
-            "layout": {axis: getattr(trainer.grid.shape, axis) for axis in ("tp", "dp", "pp")},
-        }
-        owned = pieces(
-            trainer.replicas,
-            trainer.optimizer,
-            trainer.grid.tp,
-            owned=True,
-            moments=self.config.save_optim,
-        )
-        self._saver.save(state.iteration, owned, meta)
-
-    def load(self) -> TrainState:
-        """The state to start from: fresh, or the checkpoint's. Collective."""
-        if not self.config.load:
-            return TrainState()
-        world = self.trainer.grid.world
-        try:
-            state = load(
-                Path(self.config.load), self._read, world, step=self.config.ckpt_step
-            )
-        except MissingCheckpoint:
-            if self.config.exit_on_missing_checkpoint or self.config.ckpt_step is not None:
-                raise
-            self.notes.append(f"no checkpoint in --load {self.config.load}: a fresh start")
-            return TrainState()
-        self.trainer.optimizer.publish()
-        return state
-
-    def _read(self, checkpoint: Checkpoint) -> TrainState:
-        """Fill parameters and moments from a checkpoint; called again if it proves damaged."""
-        meta, trainer = checkpoint.meta, self.trainer
-        if found := differences(meta["model"], self.inputs.model_record):
-            raise CheckpointError(
-                f"{checkpoint.path} holds another model:\n  " + "\n  ".join(found)
-            )
-        resume = not self.config.finetune
-        with_optimizer = resume and self.config.load_optim
-        if with_optimizer and not any(
-            name.startswith("optimizer/") for name in checkpoint.names()
-        ):
-            raise CheckpointError(
-                f"{checkpoint.path} was written with --no-save-optim; add --no-load-optim, or "
-                "--finetune to start at iteration 0"
-            )
-        with torch.no_grad():
-            mine = (trainer.replicas, trainer.optimizer, trainer.grid.tp)
-            checkpoint.fill(pieces(*mine, owned=False, moments=with_optimizer))
-        self._loaded = checkpoint.iteration
-        self.notes = [f"loaded {checkpoint.path}"]
-        if not resume:
-            return TrainState()
-        state = TrainState.from_json(meta["state"])
-        self.data_record = meta.get("data", {})
-        if with_optimizer:
-            trainer.optimizer.set_steps(state.updates)
-            trainer.optimizer.scale.restore(meta.get("loss_scale", {}))
-        for name in ("schedule", "vocabulary_schedule"):
-            self._resume_schedule(name, meta.get(name))
-        return state
-
-    def _resume_schedule(self, name: str, saved: dict | None) -> None:
-        """The checkpoint's or the command line's, as --override-opt-param-scheduler says."""
-        override, trainer = self.config.override_opt_param_scheduler, self.trainer
-        given, saved = getattr(trainer, name), saved and schedules.Schedule.from_json(saved)
-        if given and saved:
-            chosen, lines = schedules.resume(given, saved, override=override)
-            self.notes += lines
-        else:
-            chosen = given if override else saved
-            if given or saved:
-                which = "command line" if override else "checkpoint"
-                self.notes.append(
-                    f"--decoupled-lr is {'on' if chosen else 'off'}, as the {which} has it"
-                )
-        setattr(trainer, name, chosen)

@@ -15,6 +15,7 @@ from typing import Any
 
 from core import launch
 from core.checkpoint import preflight
+from core.checkpoint_args import with_checkpoint_args
 from core.config import parse
 from core.config_record import fingerprint
 from core.contradictions import contradictions
@@ -34,7 +35,7 @@ def start(
     problems  what the sections cannot see on their own
     train     makes grid and stages, and runs; called on every rank
     """
-    argv = sys.argv[1:] if argv is None else list(argv)
+    argv = with_checkpoint_args(recipe, sys.argv[1:] if argv is None else argv)
     config = parse(recipe, argv, checks=[problems], report=is_first_rank())
     place = launch.find_here(config.launch.nproc)
     if place.children:

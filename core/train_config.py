@@ -146,8 +146,20 @@ class CheckpointConfig:
     """Directory to write to; also at the end of the run."""
     load: str | None = None
     """Directory to go on from; when it has no checkpoint the run starts fresh."""
+    pretrained_checkpoint: str | None = None
+    """Directory of weights to start from, as with --finetune, when --load has no checkpoint."""
+    use_checkpoint_args: bool = False
+    """The checkpoint's model flags, as far as they are not given here."""
     save_interval: int | None = None
     """Steps between saves."""
+    keep_last: int | None = None
+    """Keep this many of the newest checkpoints; by default all."""
+    save_retain_interval: int | None = None
+    """Keep for good those whose step is a multiple of this, and the newest."""
+    async_save: bool = False
+    """Copy what is to be saved and write it in the background."""
+    on_failed_save: Literal["stop", "continue"] = "stop"
+    """When a save fails (disk full): end the run, or train on and try again at the next."""
     ckpt_step: int | None = None
     """Load this step instead of the latest."""
     finetune: bool = False
@@ -162,19 +174,39 @@ class CheckpointConfig:
     """The command line's schedules win over those in the checkpoint."""
 
     def problems(self) -> Iterator[str]:
-        yield from _at_least(1, save_interval=self.save_interval)
+        yield from _at_least(
+            1,
+            save_interval=self.save_interval,
+            keep_last=self.keep_last,
+            save_retain_interval=self.save_retain_interval,
+        )
         yield from _at_least(0, ckpt_step=self.ckpt_step)
-        if self.save_interval is not None and self.save is None:
-            yield f"--save-interval {self.save_interval} does nothing without --save DIR"
-        if self.load is None:
-            for flag, typed in (
-                (f"--ckpt-step {self.ckpt_step}", self.ckpt_step is not None),
-                ("--finetune", self.finetune),
-                ("--override-opt-param-scheduler", self.override_opt_param_scheduler),
-                ("--exit-on-missing-checkpoint", self.exit_on_missing_checkpoint),
-            ):
-                if typed:
-                    yield f"{flag} does nothing without --load DIR"
+        needs_save = {
+            f"--save-interval {self.save_interval}": self.save_interval is not None,
+            f"--keep-last {self.keep_last}": self.keep_last is not None,
+            f"--save-retain-interval {self.save_retain_interval}": (
+                self.save_retain_interval is not None
+            ),
+            "--async-save": self.async_save,
+            f"--on-failed-save {self.on_failed_save}": self.on_failed_save != "stop",
+        }
+        needs_load = {
+            f"--ckpt-step {self.ckpt_step}": self.ckpt_step is not None,
+            "--override-opt-param-scheduler": self.override_opt_param_scheduler,
+            "--exit-on-missing-checkpoint": self.exit_on_missing_checkpoint,
+        }
+        needs_source = {
+            "--finetune": self.finetune,
+            "--use-checkpoint-args": self.use_checkpoint_args,
+        }
+        for flags, need, given in (
+            (needs_save, "--save", self.save),
+            (needs_load, "--load", self.load),
+            (needs_source, "--load", self.load or self.pretrained_checkpoint),
+        ):
+            for flag, typed in flags.items():
+                if typed and given is None:
+                    yield f"{flag} does nothing without {need} DIR"
 
 
 @dataclass(kw_only=True)

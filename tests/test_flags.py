@@ -375,6 +375,10 @@ BAD_LINES = [
     ),
     ("--save-interval 2", 1, "--save-interval 2 does nothing without --save DIR"),
     ("--finetune", 1, "--finetune does nothing without --load DIR"),
+    ("--keep-last 2", 1, "--keep-last 2 does nothing without --save DIR"),
+    ("--async-save", 1, "--async-save does nothing without --save DIR"),
+    ("--save d --keep-last 0", 1, "--keep-last 0 must be 1 or more"),
+    ("--use-checkpoint-args", 1, "--use-checkpoint-args does nothing without --load DIR"),
     # Megatron's flags that are not here
     (
         "--expert-model-parallel-size 2",

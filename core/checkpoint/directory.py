@@ -138,6 +138,8 @@ def problems(directory: Path | str, bytes_needed: int) -> Iterator[str]:
     except OSError as error:
         yield f"cannot write in {existing} ({error.strerror})"
         return
+    if holder := _held_by(directory):
+        yield _another_run(directory, holder)
     foreign = [name for name in foreign_files(directory) if name.startswith(("iter_", _TRACKER))]
     if foreign and not _complete(directory):
         yield f"{_foreign_text(directory, foreign)}; choose another folder"
@@ -209,12 +211,9 @@ class Lock:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
+            holder = _holder(self._file)
             self.release()
-            raise CheckpointError(
-                f"another run is saving in {directory} ({holder or 'unknown process'}); give each "
-                "run a --save folder of its own"
-            ) from None
+            raise CheckpointError(_another_run(directory, holder)) from None
         except OSError:
             return  # a file system without locks: the run goes on unprotected
         os.ftruncate(self._file, 0)
@@ -224,6 +223,34 @@ class Lock:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def _holder(file: int) -> str:
+    return os.pread(file, 200, 0).decode(errors="replace").strip() or "unknown process"
+
+
+def _another_run(directory: Path, holder: str) -> str:
+    return f"another run is saving in {directory} ({holder}); give each run a folder of its own"
+
+
+def _held_by(directory: Path) -> str | None:
+    """Which process holds the folder, by a shared lock that conflicts with nobody's question.
+
+    Not for a process that holds it itself: closing the file would let go.
+    """
+    try:
+        file = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return _holder(file)
+    except OSError:
+        return None  # a file system without locks
+    finally:
+        os.close(file)
+    return None
 
 
 def tidy(directory: Path) -> None:

@@ -24,22 +24,33 @@ def problems(config: CheckpointConfig, model: dict | None, bytes_needed: int) ->
     if config.save:
         for sentence in directory.problems(config.save, bytes_needed):
             yield f"--save {config.save}: {sentence}"
-    if config.load:
-        yield from _load_problems(config, model)
-
-
-def _load_problems(config: CheckpointConfig, model: dict | None) -> Iterator[str]:
+    pretrained = config.pretrained_checkpoint
     try:
-        path = directory.candidates(Path(config.load), config.ckpt_step)[0]
-        saved = Index.read(path).meta.get("model", {})
+        if config.load:
+            yield from _unlike("--load", config.load, config.ckpt_step, model)
+            return
     except MissingCheckpoint as error:
-        if config.exit_on_missing_checkpoint:
+        if config.exit_on_missing_checkpoint and not pretrained:
             yield f"--load: {error}, and --exit-on-missing-checkpoint was given"
+    try:
+        if pretrained:
+            yield from _unlike("--pretrained-checkpoint", pretrained, None, model)
+    except MissingCheckpoint as error:
+        yield f"--pretrained-checkpoint: {error}"
+
+
+def _unlike(flag: str, folder: str, step: int | None, model: dict | None) -> Iterator[str]:
+    """Why what will be loaded from a folder does not fit. MissingCheckpoint when there is none."""
+    try:
+        path = directory.candidates(Path(folder), step)[0]
+        saved = Index.read(path).meta.get("model", {})
+    except MissingCheckpoint:
+        raise
     except BrokenCheckpoint:
-        pass  # loading falls back to an older one, and says so
+        return  # loading falls back to an older one, and says so
     except CheckpointError as error:
-        yield f"--load: {error}"
-    else:
-        lines = [] if model is None else directory.differences(saved, model)
-        if lines:
-            yield f"--load {config.load} holds another model: " + "; ".join(lines)
+        yield f"{flag}: {error}"
+        return
+    lines = [] if model is None else directory.differences(saved, model)
+    if lines:
+        yield f"{flag} {folder} holds another model: " + "; ".join(lines)

@@ -1,0 +1,200 @@
+"""Loading and saving as the checkpoint flags ask: `Checkpoints`.
+
+May import core and torch. Neighbours: core/run.py (decides when), core/saved_state.py (what of a
+run is stored), core.checkpoint (how it is stored).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from core.checkpoint.directory import differences
+from core.checkpoint.errors import CheckpointError, MissingCheckpoint, SaveError
+from core.checkpoint.reader import Checkpoint, load, to_stderr
+from core.checkpoint.store import Saver
+from core.optimizer import schedule as schedules
+from core.saved_state import pieces
+from core.train import Trainer, TrainState
+from core.train_config import CheckpointConfig
+
+
+@dataclass
+class Checkpoints:
+    """Loads once, then saves into a folder that it holds while it is entered.
+
+    record        the settings as plain JSON, stored with every checkpoint
+    model_record  those of them that a checkpoint must agree with
+    data_record   the data's own: after `load` the checkpoint's, then what `save` is to keep
+    notes         lines about what was loaded
+    """
+
+    config: CheckpointConfig
+    trainer: Trainer
+    record: dict
+    model_record: dict
+    data_record: dict = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    _saver: Saver | None = None
+    _loaded: Checkpoint | None = None
+    _failure: SaveError | None = None
+
+    # ---- saving ---------------------------------------------------------------------------------
+
+    def __enter__(self) -> Checkpoints:
+        config = self.config
+        if config.save:
+            self._saver = Saver(
+                config.save,
+                self.trainer.grid.world,
+                keep_last=config.keep_last,
+                retain_interval=config.save_retain_interval,
+                asynchronous=config.async_save,
+                loaded=self._loaded_from_here(),
+            ).__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Raises SaveError when the last save of a run has failed, however failures are taken."""
+        if self._saver is not None:
+            self._saver.__exit__(*error)
+            if self._failure is not None and error[0] is None:
+                raise self._failure
+
+    def save(self, state: TrainState) -> None:
+        """Raises SaveError when a save fails; under --on-failed-save continue only at the end."""
+        trainer, other = self.trainer, self.trainer.vocabulary_schedule
+        meta = {
+            "state": state.to_json(),
+            "schedule": trainer.schedule.to_json(),
+            "vocabulary_schedule": other and other.to_json(),
+            "loss_scale": trainer.optimizer.scale.to_json(),
+            "config": self.record,
+            "model": self.model_record,
+            "data": self.data_record,
+            "layout": {axis: getattr(trainer.grid.shape, axis) for axis in ("tp", "dp", "pp")},
+        }
+        if self.config.async_save:
+            self._settle_the_one_before()
+        self._failure = None
+        try:
+            self._saver.save(state.iteration, self._owned(), meta)
+        except SaveError as error:
+            self._take(error)
+
+    def _settle_the_one_before(self) -> None:
+        try:
+            self._saver.wait()
+        except SaveError as error:
+            self._take(error)
+
+    def _take(self, error: SaveError) -> None:
+        """A failed save, the same on every rank: the end of the run, or a warning."""
+        if self.config.on_failed_save == "stop":
+            raise error
+        self._failure = error
+        if self.trainer.grid.world.rank == 0:
+            to_stderr(f"WARNING: training goes on, as --on-failed-save continue asks: {error}")
+
+    def _owned(self):
+        trainer = self.trainer
+        return pieces(
+            trainer.replicas,
+            trainer.optimizer,
+            trainer.grid.tp,
+            owned=True,
+            moments=self.config.save_optim,
+        )
+
+    def _loaded_from_here(self) -> int | None:
+        """The iteration this run was loaded from, if it lies in the folder saved to."""
+        if self._loaded is None:
+            return None
+        folders = {self._loaded.path.resolve(), self._loaded.path.resolve().parent}
+        return self._loaded.iteration if Path(self.config.save).resolve() in folders else None
+
+    # ---- loading --------------------------------------------------------------------------------
+
+    def load(self) -> TrainState:
+        """The state to start from: fresh, or the checkpoint's. Collective."""
+        config, world = self.config, self.trainer.grid.world
+        state = None
+        if config.load:
+            try:
+                state = load(Path(config.load), self._read, world, step=config.ckpt_step)
+            except MissingCheckpoint:
+                wanted = config.exit_on_missing_checkpoint and not config.pretrained_checkpoint
+                if wanted or config.ckpt_step is not None:
+                    raise
+                if not config.pretrained_checkpoint:
+                    self.notes.append(f"no checkpoint in --load {config.load}: a fresh start")
+        if state is None and config.pretrained_checkpoint:
+            state = load(Path(config.pretrained_checkpoint), self._read_weights, world)
+        if state is None:
+            return TrainState()
+        self.trainer.optimizer.publish()
+        return state
+
+    def _read(self, checkpoint: Checkpoint) -> TrainState:
+        """Fill parameters and moments from a checkpoint; called again if it proves damaged."""
+        meta, trainer = checkpoint.meta, self.trainer
+        if self.config.finetune:
+            return self._read_weights(checkpoint)
+        if self.config.load_optim:
+            self._check_moments(checkpoint)
+        self._fill(checkpoint, moments=self.config.load_optim)
+        if "state" not in meta:
+            self.notes.append("it was not written by a run: a start at iteration 0")
+            return TrainState()
+        state = TrainState.from_json(meta["state"])
+        self.data_record = meta.get("data", {})
+        if self.config.load_optim:
+            trainer.optimizer.set_steps(state.updates)
+            trainer.optimizer.scale.restore(meta.get("loss_scale", {}))
+        for name in ("schedule", "vocabulary_schedule"):
+            self._resume_schedule(name, meta.get(name))
+        return state
+
+    def _read_weights(self, checkpoint: Checkpoint) -> TrainState:
+        """The weights alone, for a start at iteration 0."""
+        self._fill(checkpoint, moments=False)
+        return TrainState()
+
+    def _check_moments(self, checkpoint: Checkpoint) -> None:
+        if not any(name.startswith("optimizer/") for name in checkpoint.names()):
+            imported = "state" not in checkpoint.meta
+            why = "holds weights alone" if imported else "was written with --no-save-optim"
+            raise CheckpointError(
+                f"{checkpoint.path} {why}; add --no-load-optim, or --finetune to start at "
+                "iteration 0"
+            )
+
+    def _fill(self, checkpoint: Checkpoint, *, moments: bool) -> None:
+        trainer = self.trainer
+        if found := differences(checkpoint.meta["model"], self.model_record):
+            raise CheckpointError(
+                f"{checkpoint.path} holds another model:\n  " + "\n  ".join(found)
+            )
+        with torch.no_grad():
+            mine = (trainer.replicas, trainer.optimizer, trainer.grid.tp)
+            checkpoint.fill(pieces(*mine, owned=False, moments=moments))
+        self._loaded = checkpoint
+        self.notes = [f"loaded {checkpoint.path}"]
+
+    def _resume_schedule(self, name: str, saved: dict | None) -> None:
+        """The checkpoint's or the command line's, as --override-opt-param-scheduler says."""
+        override, trainer = self.config.override_opt_param_scheduler, self.trainer
+        given, saved = getattr(trainer, name), saved and schedules.Schedule.from_json(saved)
+        if given and saved:
+            chosen, lines = schedules.resume(given, saved, override=override)
+            self.notes += lines
+        else:
+            chosen = given if override else saved
+            if given or saved:
+                which = "command line" if override else "checkpoint"
+                self.notes.append(
+                    f"--decoupled-lr is {'on' if chosen else 'off'}, as the {which} has it"
+                )
+        setattr(trainer, name, chosen)
