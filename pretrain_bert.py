@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from core import start
@@ -98,10 +98,11 @@ def open_data(
     needs: set[str],
     record: dict,
     consumed: int,
+    poll: Callable[[], None],
 ) -> Data:
     """Training, validation and test samples, as far as this rank's stages look at them.
 
-    record, consumed: of the checkpoint
+    record, consumed: of the checkpoint; poll: called while indices are built, ends that by raising
     """
     from core.assemble import Feeder
     from core.run import Data
@@ -115,6 +116,8 @@ def open_data(
         evaluates=config.train.eval_iters > 0,
         record=record,
         consumed=consumed,
+        reads=grid.tp.rank == 0,
+        poll=poll,
     )
     sets = bert_sets(
         config.data, given, binary_head=model.binary_head, mask_prob=model.mask_prob

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from core import start
@@ -99,10 +99,11 @@ def open_data(
     needs: set[str],
     record: dict,
     consumed: int,
+    poll: Callable[[], None],
 ) -> Data:
     """Training, validation and test samples, as far as this rank's stages look at them.
 
-    record, consumed: of the checkpoint
+    record, consumed: of the checkpoint; poll: called while indices are built, ends that by raising
     """
     from core.assemble import Feeder, writes_first
     from core.run import Data
@@ -116,6 +117,8 @@ def open_data(
         evaluates=evaluates(config),
         record=record,
         consumed=consumed,
+        reads=grid.tp.rank == 0,
+        poll=poll,
         writes_cache=writes_first(config.data.data_cache_path, grid.tp.rank == 0, grid.world),
     )
     integers = [name for name in INTEGERS if name in needs]

@@ -7,6 +7,7 @@ core/run.py (after).
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ def carry_out(
     model: Any,
     world: World,
     build_stages: Callable[..., Sequence[Stage]],
-    open_data: Callable[[ProcessGrid, set[str], dict, int], Data],
+    open_data: Callable[[ProcessGrid, set[str], dict, int, Callable[[], None]], Data],
     *,
     title: str,
     parameters: int,
@@ -46,7 +47,7 @@ def carry_out(
     model            its config, the vocabulary filled in
     build_stages     of the model, with build_stack's arguments
     open_data        (grid, names of the arrays that the stages look at, record of the data in the
-                     checkpoint, samples consumed) -> Data
+                     checkpoint, samples consumed, poll) -> Data
     title            what is trained      parameters  how many it has
     """
     parallel = config.parallel
@@ -65,7 +66,7 @@ def carry_out(
     needs = set().union(*(stage.needs for stage in stages))
     inputs = Inputs(
         stages=stages,
-        open_data=lambda record, consumed: open_data(grid, needs, record, consumed),
+        open_data=functools.partial(open_data, grid, needs),
         record=to_json(config),
         model_record=model.identity(),
         tokens_per_sample=model.seq_length,

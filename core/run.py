@@ -37,6 +37,7 @@ from core.train import (
     Stopped,
     Trainer,
     TrainState,
+    agreed,
     report_evaluation,
     train,
 )
@@ -103,8 +104,8 @@ class Inputs:
     """What a recipe hands over.
 
     stages           of this rank
-    open_data        (record of the data in the checkpoint, samples consumed) -> Data; for a fresh
-                     start the record is empty
+    open_data        (record of the data in the checkpoint, samples consumed, poll) -> Data; for a
+                     fresh start the record is empty. Long work calls `poll`, which may raise
     record           the settings as plain JSON, stored in checkpoints
     model_record     those of them that a checkpoint must agree with
     tokens_per_sample  --seq-length
@@ -115,7 +116,7 @@ class Inputs:
     """
 
     stages: Sequence[Stage]
-    open_data: Callable[[dict, int], Data]
+    open_data: Callable[[dict, int, Callable[[], None]], Data]
     record: dict
     model_record: dict
     tokens_per_sample: int = 1
@@ -128,35 +129,28 @@ class Inputs:
 
 def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
     """Train as `config` says. Returns None when the run is complete, else why it stopped."""
-    batch_schedule = config.train.batch_schedule(grid.shape.dp)
     last = config.train.last_iteration(grid.shape.dp)
-    replicas, optimizer = replicas_and_optimizer(config, grid, inputs, batch_schedule.full)
-    trainer = Trainer(
-        grid,
-        inputs.stages,
-        replicas,
-        optimizer,
-        schedule_of(config.optimizer, config.train, grid),
-        batch_schedule,
-        row_maker(
-            config.parallel.pipeline_schedule, grid.pp.size, grid.pp.rank, len(inputs.stages)
-        ),
-        pipeline_log(config.logging.log_pipeline, grid),
-        schedule_of(config.optimizer.of_vocabulary(), config.train, grid),
-    )
+    trainer = trainer_of(config, grid, inputs)
     trainer.open_wires()
     checkpoints = Checkpoints(config.checkpoint, trainer, inputs.record, inputs.model_record)
     state = checkpoints.load()
-    data = inputs.open_data(checkpoints.data_record, state.consumed_samples)
-    checkpoints.data_record = data.record
+    data = opened(inputs, checkpoints.data_record, state.consumed_samples)
+
+    def asked() -> Stopped | None:
+        return agreed(inputs.stop_requested(), grid.world, grid.device)
+
+    stopped = asked()
+    if data is not None:
+        checkpoints.data_record = data.record
     with (
         reporting(config, grid, inputs, state, last) as metrics,
         checkpoints,
     ):
-        for line in (*inputs.facts, *data.facts, *checkpoints.notes):
+        for line in (*inputs.facts, *(data.facts if data else ()), *checkpoints.notes):
             metrics.message(line)
-        stopped = None
-        if config.train.skip_train:
+        if stopped is not None:
+            metrics.message(f"stopped before the first step: {stopped.why}")
+        elif config.train.skip_train:
             evaluate_only(trainer, state, data.held_out, config.train.eval_iters, metrics)
         elif state.iteration >= last:
             metrics.message(f"nothing to do: iteration {state.iteration} of {last} is complete")
@@ -175,13 +169,48 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
             if stopped is None and "test" in data.held_out:
                 test = data.held_out["test"]
                 report_evaluation(
-                    trainer, state, test, config.train.eval_iters, metrics, split="test"
+                    trainer, state, test, config.train.eval_iters, metrics, asked, "test"
                 )
         if config.logging.log_communication:
             totals = grid.ledger.grand_totals()
             metrics.message("communication of rank 0, by group and operation")
             metrics.message(format_table(("group", "operation"), totals))
     return stopped
+
+
+def trainer_of(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Trainer:
+    batch_schedule = config.train.batch_schedule(grid.shape.dp)
+    replicas, optimizer = replicas_and_optimizer(config, grid, inputs, batch_schedule.full)
+    return Trainer(
+        grid,
+        inputs.stages,
+        replicas,
+        optimizer,
+        schedule_of(config.optimizer, config.train, grid),
+        batch_schedule,
+        row_maker(
+            config.parallel.pipeline_schedule, grid.pp.size, grid.pp.rank, len(inputs.stages)
+        ),
+        pipeline_log(config.logging.log_pipeline, grid),
+        schedule_of(config.optimizer.of_vocabulary(), config.train, grid),
+    )
+
+
+class _Abandoned(Exception):
+    """The data is not opened: a stop was asked for."""
+
+
+def opened(inputs: Inputs, record: dict, consumed: int) -> Data | None:
+    """What a run reads; None when this rank was asked to stop meanwhile."""
+
+    def poll() -> None:
+        if inputs.stop_requested():
+            raise _Abandoned
+
+    try:
+        return inputs.open_data(record, consumed, poll)
+    except _Abandoned:
+        return None
 
 
 def replicas_and_optimizer(

@@ -281,7 +281,7 @@ def train(
         return None
 
     def asked() -> Stopped | None:
-        return _agreed(reason(), trainer.grid.world, trainer.grid.device)
+        return agreed(reason(), trainer.grid.world, trainer.grid.device)
 
     stopped = None
     while state.iteration < limits.last_iteration and stopped is None:
@@ -342,8 +342,8 @@ def _due(interval: int | None, iteration: int) -> bool:
     return interval is not None and iteration % interval == 0
 
 
-def _agreed(why: str | None, world: Group, device: torch.device) -> Stopped | None:
-    """One reduced flag a step: if any rank has a reason, all stop after this step."""
+def agreed(why: str | None, world: Group, device: torch.device) -> Stopped | None:
+    """One reduced flag: if any rank has a reason to stop, all do. Collective."""
     flag = torch.tensor([int(why is not None)], device=device)
     if not all_reduce_(flag, world, op="max", tag="stop.flag").item():
         return None

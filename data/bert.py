@@ -22,6 +22,7 @@ from data.draws import permutation, uniform
 from data.index_format import DataError
 from data.indexed import IndexedDataset
 from data.masking import Masking
+from data.sample_index import Poll, no_poll
 
 # The streams a sample or an epoch draws from.
 ORDER, TEXTS, MASKS, SHORT = 0, 1, 2, 3
@@ -191,6 +192,7 @@ class BertDataset:
     pairs        "order": half of the pairs are swapped, as in Megatron; "next": half have a second
                  part from another document, as in the paper
     short_prob   share of shorter samples (--short-seq-prob)
+    poll         called while documents are cut into samples
 
     Raises DataError for unusable files, and when no document gives a sample.
     """
@@ -206,6 +208,7 @@ class BertDataset:
         pairs: str = "order",
         short_prob: float = 0.1,
         mmap_bin_files: bool = True,
+        poll: Poll = no_poll,
     ):
         if pairs not in ("order", "next"):
             raise DataError(f"pairs {pairs} are not known; use order or next")
@@ -221,10 +224,11 @@ class BertDataset:
         # an aligned copy: searching the map itself copies all of it each time
         boundaries = self.file.document_indices[documents.start : documents.stop + 1].copy()
         self._boundaries = boundaries
-        blocks = [
-            self._cut(boundaries[at : at + BLOCK_DOCUMENTS + 1], short_prob, at // BLOCK_DOCUMENTS)
-            for at in range(0, len(documents), BLOCK_DOCUMENTS)
-        ]
+        blocks = []
+        for at in range(0, len(documents), BLOCK_DOCUMENTS):
+            poll()
+            some = boundaries[at : at + BLOCK_DOCUMENTS + 1]
+            blocks.append(self._cut(some, short_prob, at // BLOCK_DOCUMENTS))
         empty = (np.empty(0, np.int64), np.empty(0, np.int64))
         self._begins, self._ends = map(np.concatenate, zip(empty, *blocks))
         if not len(self._begins):
@@ -250,11 +254,7 @@ class BertDataset:
         if n < 0:
             raise IndexError(f"sample {n}: samples count from 0")
         epoch, place = divmod(n, len(self._begins))
-        number, order = self._order
-        if number != epoch:
-            order = permutation(len(self._begins), self.seed, epoch << 8 | ORDER)
-            self._order = (epoch, order)
-        piece = int(order[place])
+        piece = int(self._order_of(epoch)[place])
         if self.pairs is None:
             text = self.file.read(int(self._begins[piece]), int(self._ends[piece]))
             return self.sampler.sample([text], self.seed, n)
@@ -268,6 +268,18 @@ class BertDataset:
         return self.sampler.sample(
             shorten(first, second, self._room, draws[4:]), self.seed, n, is_random
         )
+
+    def prepare(self, n: int, poll: Poll) -> None:
+        """Draw the order that sample n lies in now, and not when it is read."""
+        poll()
+        self._order_of(n // len(self._begins))
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        number, order = self._order
+        if number != epoch:
+            order = permutation(len(self._begins), self.seed, epoch << 8 | ORDER)
+            self._order = (epoch, order)
+        return order
 
     def _cut(
         self, boundaries: np.ndarray, short_prob: float, block: int

@@ -19,6 +19,7 @@ from data.gpt import GPTDataset, GPTPass
 from data.index_format import DataError
 from data.indexed import IndexedDataset
 from data.mock import MockBertDataset, MockGPTDataset
+from data.sample_index import Poll, no_poll
 from data.sets import SPLITS, Mix, MixedDataset, named_mixes, open_mix
 
 Make = Callable[[str, range], object]  # (prefix, documents) -> samples
@@ -71,6 +72,8 @@ class Opening:
     evaluates          whether validation and testing samples will be read
     record, consumed   of the checkpoint: `Sets.record`, and the samples trained on
     writes_cache       this process writes what --data-cache-path lacks: one a node is enough
+    reads              this process reads training samples: their first order is drawn at once
+    poll               called while that is under way; what it raises ends it
     """
 
     seq_length: int
@@ -80,6 +83,8 @@ class Opening:
     record: dict = field(default_factory=dict)
     consumed: int = 0
     writes_cache: bool = True
+    reads: bool = False
+    poll: Poll = no_poll
 
 
 def gpt_sets(config: GPTDataConfig, given: Opening) -> Sets:
@@ -98,6 +103,7 @@ def gpt_sets(config: GPTDataConfig, given: Opening) -> Sets:
     }
 
     def samples(prefix: str, documents: range) -> GPTDataset:
+        given.poll()
         return GPTDataset(
             prefix,
             documents,
@@ -141,6 +147,7 @@ def bert_sets(
             pairs=config.bert_pairs,
             short_prob=config.short_seq_prob,
             mmap_bin_files=config.mmap_bin_files,
+            poll=given.poll,
         )
 
     sets = _open_sets(config, given, samples, None)
@@ -160,6 +167,8 @@ def _open_sets(config: DataConfig, given: Opening, make: Make, make_pass: Make |
     found, threads = mixes_of(config), config.num_dataset_builder_threads
     earlier = given.record.get("blend", ())
     train = open_mix(found["train"], make, threads=threads, earlier=earlier, start=given.consumed)
+    if given.reads:
+        train.prepare(given.consumed, given.poll)
     sets = Sets(train)
     if len(train.history) > max(1, len(earlier)):
         sets.facts.append(f"the blend changes at sample {given.consumed}; nothing is repeated")

@@ -14,7 +14,7 @@ import numpy as np
 
 from data.index_cache import OrderCache, fingerprint
 from data.indexed import DataError, IndexedDataset
-from data.sample_index import Epoch, SampleIndex, draw_epoch
+from data.sample_index import Epoch, Poll, SampleIndex, draw_epoch
 
 
 def split_documents(split: str, documents: int) -> tuple[range, range, range]:
@@ -159,6 +159,10 @@ class GPTDataset:
     def samples_per_epoch(self) -> float:
         return self.tokens_per_epoch / self.seq_length
 
+    def prepare(self, n: int, poll: Poll) -> None:
+        """Draw the order that sample n lies in now, and not when it is read."""
+        self.index.epoch(self.index.epoch_of(n), poll)
+
     def window(self, n: int) -> np.ndarray:
         """The seq_length + 1 tokens of sample n, in the file's dtype."""
         return self._read(*self.index.pieces(n))
@@ -176,12 +180,12 @@ class GPTDataset:
         parts = [self.file.read(*piece) for piece in zip(starts.tolist(), stops.tolist())]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _epoch(self, number: int) -> Epoch:
+    def _epoch(self, number: int, poll: Poll) -> Epoch:
         epoch = self._cache.load(number) if self._cache else None
         if epoch is None:
             offsets = self.file.document_offsets()
             offsets = offsets[self.documents.start : self.documents.stop + 1]
-            epoch = draw_epoch(offsets, self.seq_length, self.seed, number)
+            epoch = draw_epoch(offsets, self.seq_length, self.seed, number, poll)
             if self._cache:
                 self._cache.store(number, epoch)
         return epoch

@@ -42,20 +42,33 @@ class Epoch:
     samples: np.ndarray
 
 
-def draw_epoch(document_offsets: np.ndarray, seq_length: int, seed: int, number: int) -> Epoch:
+Poll = Callable[[], object]  # called now and then by long work; may raise, which ends the work
+
+
+def no_poll() -> None:
+    """For work that nobody ends."""
+
+
+def draw_epoch(
+    document_offsets: np.ndarray, seq_length: int, seed: int, number: int, poll: Poll = no_poll
+) -> Epoch:
     """Shuffle epoch `number` of the documents that start at tokens `document_offsets[:-1]`.
 
     document_offsets  int64 [documents + 1]; empty documents take no part
     """
+    poll()
     lengths = np.diff(document_offsets)
     filled = np.flatnonzero(lengths)
     if len(filled) < len(lengths):
         lengths = lengths[filled]
         document_offsets = document_offsets[:-1][filled]
+    poll()
     order = permutation(len(lengths), seed, number << 8 | DOCUMENTS)
+    poll()
     bounds = np.zeros(len(order) + 1, np.int64)
     np.cumsum(lengths[order], out=bounds[1:])
     first, stop = (first_sample(int(bounds[-1]), seq_length, e) for e in (number, number + 1))
+    poll()
     samples = permutation(stop - first, seed, number << 8 | SAMPLES, last_stays=True)
     return Epoch(document_offsets[order], bounds, samples)
 
@@ -71,12 +84,12 @@ class SampleIndex:
 
     tokens_per_epoch  T
     seq_length        s; a sample has s + 1 tokens
-    draw              epoch number -> Epoch: draw_epoch, or a cache of what it returned
+    draw              (epoch number, poll) -> Epoch: draw_epoch, or a cache of what it returned
 
     Raises DataError when an epoch is shorter than one sample.
     """
 
-    def __init__(self, tokens_per_epoch: int, seq_length: int, draw: Callable[[int], Epoch]):
+    def __init__(self, tokens_per_epoch: int, seq_length: int, draw: Callable[[int, Poll], Epoch]):
         if tokens_per_epoch < seq_length + 1:
             raise DataError(
                 f"{tokens_per_epoch} tokens are fewer than the {seq_length + 1} of one sample at "
@@ -110,11 +123,11 @@ class SampleIndex:
             starts, stops = np.append(starts, more[0]), np.append(stops, more[1])
         return starts, stops
 
-    def epoch(self, number: int) -> Epoch:
+    def epoch(self, number: int, poll: Poll = no_poll) -> Epoch:
         """The order of epoch `number`; the two drawn last are kept."""
         found = self._epochs.get(number)
         if found is None:
-            found = self._draw(number)
+            found = self._draw(number, poll)
             kept = list(self._epochs.items())[-1:]
             self._epochs = dict([*kept, (number, found)])
         return found

@@ -19,6 +19,7 @@ from data.blend import BlendedDataset, parse_blend
 from data.gpt import split_documents
 from data.index_format import DataError
 from data.indexed import IndexedDataset
+from data.sample_index import Poll
 
 SPLITS = ("train", "valid", "test")
 Phase = tuple[int, dict[str, str]]  # first sample, prefix -> weight as a fraction
@@ -117,6 +118,12 @@ class MixedDataset(BlendedDataset):
             if data is not None:
                 epochs = count / data.samples_per_epoch
                 yield f"{prefix}: {count:,} samples, {epochs:.3g} epochs"
+
+    def prepare(self, n: int, poll: Poll) -> None:
+        """Draw the orders that the samples from n on lie in now, and not when they are read."""
+        for data, count in zip(self.datasets, self.counts(n)):
+            if data is not None:
+                data.prepare(count, poll)
 
     def __getitem__(self, n: int):
         which, k = self.locate(n)

@@ -15,8 +15,8 @@ def offsets_of(lengths, base=0):
 
 
 def index_of(offsets, seq_length, seed):
-    def draw(number):
-        return draw_epoch(offsets, seq_length, seed, number)
+    def draw(number, poll):
+        return draw_epoch(offsets, seq_length, seed, number, poll)
 
     return SampleIndex(int(offsets[-1] - offsets[0]), seq_length, draw)
 

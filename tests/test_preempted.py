@@ -1,0 +1,59 @@
+"""Asked to stop while data is built: no step is made, every rank leaves, the next run loses nothing.
+
+In training, in evaluation and while a checkpoint is written the loop is asked: tests/core/test_train
+and tests/core/launch. scripts/chaos.py --preempt sends real signals to real runs in all four.
+"""
+
+from unittest import mock
+
+import pytest
+
+import data.gpt
+from core.comm import Group
+from tests import recipe
+from tests.recipe import rows, run_recipe, write_corpus
+
+FLAGS = ("--train-iters", 3, "--global-batch-size", 4, "--split", 1, "--no-mock-data")
+
+
+def flags_of(folder, name: str) -> tuple:
+    save = ("--save", folder / name, "--load", folder / name)
+    return (*FLAGS, "--data-path", folder / "text", *save, "--metrics-file", folder / f"{name}.jsonl")
+
+
+def asked_while_drawing(world: Group, rank: int, *flags: object) -> tuple[int, str, list[int]]:
+    """(exit code, what was printed, epochs drawn on this rank) of a run of which one rank is asked
+    to stop as soon as it draws the order of its samples."""
+    drawn = []
+
+    def draw(offsets, seq_length, seed, number, poll):
+        drawn.append(number)
+        epoch = draw_epoch(offsets, seq_length, seed, number, poll)
+        drawn.append("whole")
+        return epoch
+
+    def stop_requested(_) -> str | None:
+        return "SIGUSR1" if drawn and world.rank == rank else None
+
+    draw_epoch = data.gpt.draw_epoch
+    with (
+        mock.patch.object(data.gpt, "draw_epoch", draw),
+        mock.patch.object(recipe.StandInWorld, "stop_requested", stop_requested),
+    ):
+        return (*run_recipe(world, *flags), drawn)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_signal_while_data_is_built(ranks, tmp_path, size):
+    """Elsewhere a signal is polled at step boundaries only, and 0 of 6 runs had saved."""
+    write_corpus(tmp_path / "text", [range(i, i + 40) for i in range(8)])
+    ranks.run(run_recipe, *flags_of(tmp_path, "whole"), size=size)
+    mine = flags_of(tmp_path, "broken")
+    asked = size - 1
+    results = ranks.run(asked_while_drawing, asked, *mine, size=size)
+    assert [code for code, _, _ in results] == [85] * size
+    assert results[asked][2] == [0]  # and not "whole"
+    assert "stopped before the first step: " in results[0][1]
+    assert rows(tmp_path / "broken.jsonl") == []
+    assert [code for code, _ in ranks.run(run_recipe, *mine, size=size)] == [0] * size
+    assert rows(tmp_path / "broken.jsonl") == rows(tmp_path / "whole.jsonl") != []
