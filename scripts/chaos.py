@@ -2,11 +2,14 @@
 
     python scripts/chaos.py                    every fault, on the first and the last of 3 ranks
     python scripts/chaos.py --launchers srun   on a cluster, from a login node
-    python scripts/chaos.py --preempt 20       signals at random moments of a real training
+    python scripts/chaos.py --preempt          USR1 and TERM to one rank and to all: in training, in
+                                               evaluation, while data is built, while a checkpoint
+                                               is written, also behind the training's back
 
 A fault is survived if the whole run is over within 15 s of it (a hang: of its limit), the exit code
 is not 0, the right rank is named last, and no process is left. A preemption is survived if the run
-saves and says so, and the resumed run's losses equal an unbroken run's bit for bit.
+leaves a checkpoint, says "stopped" in status.json and by its exit code, and the run that goes on
+from there has an unbroken run's losses, bit for bit.
 """
 
 from __future__ import annotations
@@ -14,10 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,14 +26,20 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from core.checkpoint.directory import latest
 from core.launch import STOPPED
 from core.launch.status import read_status
+from scripts.chaos_training import MOMENTS, WORDS
 
 SCRIPTS = Path(__file__).resolve().parent
 PROGRAM = str(SCRIPTS / "chaos_program.py")
 RECIPE = str(SCRIPTS.parent / "pretrain_gpt.py")
+TRAINING = str(SCRIPTS / "chaos_training.py")
+WAYS = 4 * len(MOMENTS)  # two signals, to one rank or to all
 LIMIT, HANG = 15.0, 5.0
 FAULTS = {  # --how -> what the last words must say; a launcher may only know that it is gone
     "raise": "ValueError: planted",
@@ -65,7 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="NAME",
         help=f"of {', '.join(FAULTS)} (default: all)")  # fmt: skip
     add("--nproc", type=int, default=3, help="ranks (default 3)")
-    add("--preempt", type=int, default=0, metavar="N", help="N preemptions instead of faults")
+    add("--preempt", type=int, nargs="?", const=WAYS, default=0, metavar="N",
+        help=f"N preemptions (default {WAYS}: each way once) instead of faults")  # fmt: skip
     add("--json", metavar="FILE", help="write the table there as well")
     args = parser.parse_args(argv)
     if args.preempt:
@@ -87,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def show(trial: Trial) -> Trial:
     print(
-        f"{trial.launcher:<9}{trial.fault:<16}rank {trial.rank}  {trial.seconds:5.1f} s  "
+        f"{trial.launcher:<9}{trial.fault:<39}rank {trial.rank}  {trial.seconds:5.1f} s  "
         f"{trial.wrong or 'survived'}",
         flush=True,
     )
@@ -154,67 +162,65 @@ def is_alive(pid: int) -> bool:
 
 
 def preemptions(count: int, nproc: int) -> list[Trial]:
-    """Trains once unbroken, then with a signal at a random moment of each run until complete."""
-    rng = random.Random(0)
+    """Trains once unbroken; then each time a signal comes in another way, and a second run ends
+    what the first has begun."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        write_corpus(Path(folder))
         whole = Path(folder, "whole")
-        start = time.monotonic()
-        subprocess.run(training(whole, nproc), check=True, stdout=subprocess.DEVNULL)
-        length = time.monotonic() - start
-        trials: list[Trial] = []
-        while len(trials) < count:
-            broken = Path(folder, f"broken{len(trials)}")
-            trials += preempt_until_done(broken, whole, nproc, length, rng, count - len(trials))
-        return trials
+        subprocess.run(training(whole, nproc), check=True, capture_output=True)
+        return [preempt(Path(folder, f"run{i}"), whole, nproc, i) for i in range(count)]
 
 
-def training(folder: Path, nproc: int) -> list[str]:
-    """Twelve steps with evaluations and saves in between."""
+def write_corpus(folder: Path) -> None:
+    from data.indexed import IndexedBuilder
+
+    with IndexedBuilder(folder / "text", np.uint16) as builder:
+        for document in range(30):
+            builder.add(np.arange(40 + document) * (1 + document) % 50)
+
+
+def training(folder: Path, nproc: int, *more: str, program: str = RECIPE) -> list[str]:
+    """Twelve steps of a tiny model with evaluations and saves in between."""
+    size = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1e-3"
+    limits = "--train-iters 12 --eval-interval 4 --eval-iters 4 --save-interval 3"
+    batch = f"--vocab-size 50 --micro-batch-size 1 --global-batch-size {2 * nproc}"
     return [
-        sys.executable, RECIPE, "--mock-data", "--nproc", str(nproc), "--global-batch-size",
-        str(2 * nproc), "--train-iters", "12", "--eval-interval", "4", "--eval-iters", "8",
-        "--save", str(folder), "--load", str(folder), "--save-interval", "3", "--metrics-file",
-        str(folder.with_suffix(".jsonl")),
+        sys.executable, program, "--nproc", str(nproc), *f"{size} {limits} {batch}".split(),
+        "--data-path", str(folder.parent / "text"), "--split", "8,1,1", "--save", str(folder),
+        "--load", str(folder), "--metrics-file", str(folder.with_suffix(".jsonl")), *more,
     ]  # fmt: skip
 
 
-def preempt_until_done(
-    broken: Path, whole: Path, nproc: int, length: float, rng: random.Random, most: int
-) -> list[Trial]:
-    trials: list[Trial] = []
-    while True:
-        name = rng.choice(["SIGUSR1", "SIGTERM"])
-        process = subprocess.Popen(
-            training(broken, nproc), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        wait_until_running(process, broken)
-        time.sleep(rng.uniform(0, length / 2))
-        began = time.monotonic()
-        if len(trials) < most and process.poll() is None:
-            process.send_signal(getattr(signal, name))
-        _, err = process.communicate()
-        status = read_status(broken)
-        if process.returncode == 0:
-            wrong = "" if losses(broken) == losses(whole) else "losses differ from the unbroken run"
-            if trials and wrong:
-                trials[-1].wrong = wrong
-            return trials
-        stopped = process.returncode == STOPPED and status and status.outcome == "stopped"
-        wrong = "" if stopped else f"exit code {process.returncode}: {err.strip()[-200:]}"
-        seconds = time.monotonic() - began
-        trials.append(show(Trial("nproc", name, 0, seconds, wrong)))
-        if wrong:
-            return trials
-
-
-def wait_until_running(process: subprocess.Popen, folder: Path) -> None:
-    """Until all ranks of this very start have met."""
-    begun = time.time()
-    while process.poll() is None:
-        status = read_status(folder)
-        if status and status.outcome == "running" and status.time >= begun:
-            return
-        time.sleep(0.02)
+def preempt(folder: Path, whole: Path, nproc: int, number: int) -> Trial:
+    """One run that is asked to stop and one that goes on; by the number all ways take turns."""
+    moment = list(MOMENTS)[number % len(MOMENTS)]
+    turn = number // len(MOMENTS)
+    name, target = ("SIGUSR1", "SIGTERM")[turn % 2], ("one", "all")[turn // 2 % 2]
+    rank, call = turn % nproc, 2 if moment == "evaluation" else 1 + turn // 4
+    more = ["--async-save"] if moment == "asynchronous save" else []
+    if moment == "data building":  # of a run that has something to go on from
+        call = 1
+        first = training(folder, nproc, "--exit-interval", "4")
+        subprocess.run(first, check=True, capture_output=True)
+    words = f"{moment} {name} {target} {rank} {call}"
+    began = time.monotonic()
+    done = subprocess.run(
+        training(folder, nproc, *more, program=TRAINING),
+        env={**os.environ, WORDS: words}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    seconds, status = time.monotonic() - began, read_status(folder)
+    wrong = [
+        "" if done.returncode == STOPPED else f"exit code {done.returncode}: {done.stderr[-300:]}",
+        "" if status and status.outcome == "stopped" else f"status.json says {status}",
+        "" if latest(folder) else "nothing was saved",
+    ]
+    again = subprocess.run(training(folder, nproc, *more), capture_output=True, text=True)
+    if again.returncode:
+        wrong.append(f"it does not go on: {again.stderr[-300:]}")
+    elif losses(folder) != losses(whole):
+        wrong.append("losses differ from the unbroken run's")
+    fault = f"{name} in {moment}, {target}"
+    return show(Trial("nproc", fault, rank, seconds, "; ".join(filter(None, wrong))))
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
