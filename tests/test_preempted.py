@@ -1,7 +1,7 @@
-"""Asked to stop while data is built: no step is made, every rank leaves, the next run loses nothing.
+"""Asked to stop while data is built: no step is made, every rank leaves, nothing is lost.
 
-In training, in evaluation and while a checkpoint is written the loop is asked: tests/core/test_train
-and tests/core/launch. scripts/chaos.py --preempt sends real signals to real runs in all four.
+In training, in evaluation and while a checkpoint is written: tests/core/test_train.py and
+tests/scripts/test_chaos.py, which sends real signals to real runs.
 """
 
 from unittest import mock
@@ -17,8 +17,8 @@ FLAGS = ("--train-iters", 3, "--global-batch-size", 4, "--split", 1, "--no-mock-
 
 
 def flags_of(folder, name: str) -> tuple:
-    save = ("--save", folder / name, "--load", folder / name)
-    return (*FLAGS, "--data-path", folder / "text", *save, "--metrics-file", folder / f"{name}.jsonl")
+    files = ("--save", folder / name, "--load", folder / name, "--data-path", folder / "text")
+    return (*FLAGS, *files, "--metrics-file", folder / f"{name}.jsonl")
 
 
 def asked_while_drawing(world: Group, rank: int, *flags: object) -> tuple[int, str, list[int]]:
