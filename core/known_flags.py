@@ -219,7 +219,6 @@ FAMILIES: dict[str, str] = {
     "mamba_": "only transformer layers are supported",
     "hybrid_": "only transformer layers are supported",
     "vision_": "only text models are supported here",
-    "rerun_": "not here yet; a loss that is not finite stops the run",
 }
 
 

@@ -193,6 +193,7 @@ def trainer_of(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Trainer:
         ),
         pipeline_log(config.logging.log_pipeline, grid),
         schedule_of(config.optimizer.of_vocabulary(), config.train, grid),
+        repeats_faults=config.train.rerun_mode != "disabled",
     )
 
 

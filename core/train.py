@@ -1,4 +1,4 @@
-"""The training loop: `train_step` in three paragraphs, `train` around it, `evaluate` beside it.
+"""The training loop: `train_step` in a few paragraphs, `train` around it, `evaluate` beside it.
 
 Given a model as stages and a feed of batches; knows neither models nor datasets nor a command line.
 Read in this order: `TrainState`, `Trainer.train_step`, `train`. Progress has one owner,
@@ -16,17 +16,19 @@ from typing import Protocol
 import torch
 
 from core.batch_schedule import BatchSchedule
-from core.comm import Group, all_reduce_
+from core.comm import Group, all_reduce_, gather_objects
 from core.data_parallel.ddp import DataParallel
 from core.feed import Feed
 from core.not_finite import describe
 from core.optimizer.adam import Optimizer
+from core.optimizer.clip import sum_of_squares
 from core.optimizer.schedule import Schedule
 from core.pipeline_parallel.actions import Action
 from core.pipeline_parallel.executor import Executor, StepResult
 from core.pipeline_parallel.measured import PipelineLog
 from core.pipeline_parallel.stage import Batch, Stage
 from core.process_grid import ProcessGrid
+from core.rerun import Checks, verdict
 
 
 class TrainingStopped(RuntimeError):
@@ -98,6 +100,7 @@ class Trainer:
     make_row      (microbatches, forward_only) -> this rank's row of the plan
     pipeline_log  is told when each forward and backward of training ran
     vocabulary_schedule  of embedding and output layer, where --decoupled-lr gives them another
+    repeats_faults  make a step that is not finite once more, to find the layer
     """
 
     grid: ProcessGrid
@@ -109,6 +112,7 @@ class Trainer:
     make_row: Callable[[int, bool], Sequence[Action]]
     pipeline_log: PipelineLog | None = None
     vocabulary_schedule: Schedule | None = None
+    repeats_faults: bool = False
     _executors: dict[tuple[int, bool], Executor] = field(default_factory=dict)
 
     def executor(self, microbatches: int, forward_only: bool = False) -> Executor:
@@ -128,35 +132,26 @@ class Trainer:
     def train_step(self, state: TrainState, feed: Feed) -> dict:
         """One step from `state`, which it advances. Returns the row for the log."""
         batch_size = self.batch_schedule.size(state.consumed_samples)
-        microbatches = self.batch_schedule.microbatches(state.consumed_samples)
         values = self.schedule.at(state.consumed_samples)
-        batches = _Remembered(feed.step(state.consumed_samples, batch_size, microbatches))
+        loss_scale = self.optimizer.scale
         self.grid.ledger.begin_step(state.iteration + 1)
         for stage in self.stages:
             stage.train()
 
-        # 1. every microbatch forward and backward
-        self.replicas.zero_grad()
-        loss_scale = self.optimizer.scale
-        for stage in self.stages:
-            stage.upstream = loss_scale.upstream
-        result = self.executor(microbatches).run(batches)
-        with self.grid.ledger.at("gradients"):
-            sums = self._reduce(result)
-            loss = sums["loss"] / sums["tokens"] if sums["tokens"] else 0.0
-            if not math.isfinite(loss):
-                self._stop("loss", loss, state.iteration + 1, result, batches)
-            # 2. gradients that other ranks share: norms over tp, tied table over embed, all over dp
-            self.replicas.sum_gradients()
-        # 3. norm and clip, update
+        # 1. every microbatch forward and backward, and the sums over ranks
+        result, sums, samples = self._gradients(state, feed)
+        loss = _mean(sums)
+        if not math.isfinite(loss):
+            self._stop("loss", "", loss, state, feed, bad_samples(result, samples))
+        # 2. norm and clip, update
         with self.grid.ledger.at("optimizer"):
             vocabulary_rate = None
             if self.vocabulary_schedule is not None:
                 vocabulary_rate = self.vocabulary_schedule.at(state.consumed_samples).learning_rate
             stats = self.optimizer.step(*values, sums["tokens"], vocabulary_rate)
         if not math.isfinite(stats.grad_norm) and loss_scale.is_hopeless:
-            what = f"gradient norm{loss_scale.story()}"
-            self._stop(what, stats.grad_norm, state.iteration + 1, result, batches)
+            story, found = loss_scale.story(), bad_samples(result, samples)
+            self._stop("gradient norm", story, stats.grad_norm, state, feed, found)
         state.iteration += 1
         state.consumed_samples += batch_size
         state.updates += stats.updated
@@ -173,6 +168,24 @@ class Trainer:
             **stats.extra,
             **self.stages[0].report(sums),
         }
+
+    def _gradients(
+        self, state: TrainState, feed: Feed
+    ) -> tuple[StepResult, dict[str, float], list[list[int]]]:
+        """What the microbatches make on this rank, its sums over all ranks, and this rank's sample
+        numbers; gradients are summed where they lie."""
+        batch_size = self.batch_schedule.size(state.consumed_samples)
+        microbatches = self.batch_schedule.microbatches(state.consumed_samples)
+        batches = _Remembered(feed.step(state.consumed_samples, batch_size, microbatches))
+        self.replicas.zero_grad()
+        for stage in self.stages:
+            stage.upstream = self.optimizer.scale.upstream
+        result = self.executor(microbatches).run(batches)
+        with self.grid.ledger.at("gradients"):
+            sums = self._reduce(result)
+            # what other ranks share: norms over tp, tied table over embed, all over dp
+            self.replicas.sum_gradients()
+        return result, sums, batches.samples
 
     @torch.no_grad()
     def evaluate(
@@ -207,18 +220,49 @@ class Trainer:
         return dict(zip(names, vector.tolist(), strict=True))
 
     def _stop(
-        self, what: str, value: float, iteration: int, result: StepResult, batches: _Remembered
+        self,
+        what: str,
+        story: str,
+        value: float,
+        state: TrainState,
+        feed: Feed,
+        samples: dict[int, list[int]],
     ) -> None:
         """Raise one error on all ranks: a step that cannot be made, and who is to blame."""
-        samples = {
-            m: batches.samples[m]
-            for m, total in result.by_microbatch.items()
-            if not math.isfinite(total.item())
-        }
-        text = f"the {what} of iteration {iteration} is {value}; nothing was updated or saved"
+        text = (
+            f"the {what}{story} of iteration {state.iteration + 1} is {value}; nothing was updated "
+            "or saved"
+        )
         world, replicas = self.grid.world, self.replicas
         text = describe(text, world, replicas, samples, gradients=what != "loss")
+        if self.repeats_faults:
+            text = f"{text}\n{self._repeat(what, state, feed)}"
         raise TrainingStopped(text)
+
+    def _repeat(self, what: str, state: TrainState, feed: Feed) -> str:
+        """The same step with every layer looked at: whether it fails again, and where first."""
+        with Checks(self.stages, self.grid.ledger) as checks:
+            _, sums, _ = self._gradients(state, feed)
+        value = _mean(sums)
+        if what != "loss":
+            reduced = [memory.reduced for memory in self.replicas.memories]
+            scale = sums["tokens"] * self.optimizer.scale.upstream
+            value = math.sqrt(self.optimizer.sums.over(reduced, sum_of_squares).item()) / scale
+        found = gather_objects(checks.first, self.grid.world, tag="stop.first")
+        return verdict(what, value, found)
+
+
+def _mean(sums: dict[str, float]) -> float:
+    return sums["loss"] / sums["tokens"] if sums["tokens"] else 0.0
+
+
+def bad_samples(result: StepResult, samples: Sequence[list[int]]) -> dict[int, list[int]]:
+    """{microbatch: sample numbers} of this rank, where the loss is not finite."""
+    return {
+        m: samples[m]
+        for m, total in result.by_microbatch.items()
+        if not math.isfinite(total.item())
+    }
 
 
 class _Remembered:

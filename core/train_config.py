@@ -48,6 +48,8 @@ class TrainConfig:
     """Batches of a validation; 0 turns it off."""
     skip_train: bool = False
     """Validate only."""
+    rerun_mode: Literal["disabled", "validate_results"] = "disabled"
+    """validate_results: a step whose loss is not finite is made again, to find layer and cause."""
 
     def problems(self) -> Iterator[str]:
         yield from _at_least(

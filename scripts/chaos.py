@@ -182,12 +182,15 @@ def write_corpus(folder: Path) -> None:
 def training(folder: Path, nproc: int, *more: str, program: str = RECIPE) -> list[str]:
     """Twelve steps of a tiny model with evaluations and saves in between."""
     size = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1e-3"
+    patient = "--rendezvous-timeout-seconds 600 --heartbeat-seconds 120"  # on a busy machine
     limits = "--train-iters 12 --eval-interval 4 --eval-iters 4 --save-interval 3"
     batch = f"--vocab-size 50 --micro-batch-size 1 --global-batch-size {2 * nproc}"
     return [
-        sys.executable, program, "--nproc", str(nproc), *f"{size} {limits} {batch}".split(),
-        "--data-path", str(folder.parent / "text"), "--split", "8,1,1", "--save", str(folder),
-        "--load", str(folder), "--metrics-file", str(folder.with_suffix(".jsonl")), *more,
+        sys.executable, program, "--nproc", str(nproc),
+        *f"{size} {limits} {batch} {patient}".split(),
+        "--data-path", str(folder.parent / "text"), "--split", "8,1,1",
+        "--save", str(folder), "--load", str(folder),
+        "--metrics-file", str(folder.with_suffix(".jsonl")), *more,
     ]  # fmt: skip
 
 
@@ -206,7 +209,7 @@ def preempt(folder: Path, whole: Path, nproc: int, number: int) -> Trial:
     began = time.monotonic()
     done = subprocess.run(
         training(folder, nproc, *more, program=TRAINING),
-        env={**os.environ, WORDS: words}, capture_output=True, text=True, timeout=300,
+        env={**os.environ, WORDS: words}, capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
     seconds, status = time.monotonic() - began, read_status(folder)
     wrong = [
