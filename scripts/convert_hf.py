@@ -8,9 +8,9 @@ files. What is read back in with `--load SAVE_DIR --finetune` runs at any layout
 written by any layout is exported; import and export are each other's inverse, bit for bit. The
 model is never whole in memory but for --check-logits, which compares with transformers.
 
-Supported: gpt2 and llama (grouped queries, rope scaling, tied or not). Exit code 2 and one message
-with every reason for what cannot be converted; nothing is left behind then. hf_layout.py has the
-rules.
+Supported: gpt2, llama (grouped queries, rope scaling, tied or not) and bert. Exit code 2 and one
+message with every reason for what cannot be converted; nothing is left behind then. hf_layout.py
+and hf_bert.py have the rules, hf_check.py compares logits.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ from torch import Tensor
 from core.checkpoint.directory import saved_iterations, size_text
 from core.checkpoint.errors import CheckpointError
 from core.checkpoint.files import Deferred, dtype_named, write_file
-from core.checkpoint.pieces import Piece, shard_pieces
+from core.checkpoint.pieces import Piece
 from core.checkpoint.reader import Checkpoint, open_checkpoint
 from core.checkpoint.slices import whole
 from core.checkpoint.store import save
 from core.comm import Group
 from core.config_record import from_json, to_argv, to_json
-from core.shard import shard_of
-from models.config import GPTConfig
+from models.config import BertConfig, GPTConfig
+from scripts.hf_check import check_logits
+from scripts.hf_families import family_for
 from scripts.hf_folder import INDEX, SINGLE, HFFolder, listed
-from scripts.hf_layout import Rule, Unsupported, family_for
+from scripts.hf_layout import Rule, Unsupported
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja"),
 )
-TEXT = "The quick brown fox jumps over the lazy dog, and def main(argv): return len(argv) - 1\n"
+UNTIED = "untie_embeddings_and_output_weights"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -80,7 +81,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.check_logits:
             here, there = args.source, args.target
             ours, theirs = (there, here) if args.way == "import" else (here, there)
-            return check_logits(open_checkpoint(ours, getattr(args, "step", None)), theirs)
+            checkpoint = open_checkpoint(ours, getattr(args, "step", None))
+            return check_logits(checkpoint, model_config(checkpoint), theirs)
     except (CheckpointError, Unsupported, OSError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -98,11 +100,11 @@ def import_model(args: argparse.Namespace) -> str:
             "folder"
         )
     source = HFFolder(args.source)
-    config = source.family.config(source.config)
+    config = source.family.fit(source.family.config(source.config), source.names())
     if problems := list(config.problems()):
         raise Unsupported(f"{args.source / 'config.json'}: " + "; ".join(problems))
     rules = list(source.family.rules(config))
-    check_tensors(source, rules, tied=not config.untie_embeddings_and_output_weights)
+    check_tensors(source, rules, tied=not getattr(config, UNTIED, False))
     meta = {
         "model": config.identity(),
         "config": {"model": to_json(config)},
@@ -114,7 +116,8 @@ def import_model(args: argparse.Namespace) -> str:
     path = save(args.target, 0, pieces, meta, Group.single("world"))
     copy_tokenizer(args.source, args.target / "tokenizer")
     flags = " ".join(to_argv(config))
-    print(f"train on with: python pretrain_gpt.py --load {args.target} --finetune {flags} ...")
+    recipe = "pretrain_bert.py" if isinstance(config, BertConfig) else "pretrain_gpt.py"
+    print(f"train on with: python {recipe} --load {args.target} --finetune {flags} ...")
     size = sum(p.tensor.numel() * p.tensor.element_size() for p in pieces)
     return f"{path}: {len(pieces)} tensors, {size_text(size)}"
 
@@ -186,13 +189,15 @@ def export_model(args: argparse.Namespace) -> str:
     return f"{args.target}: {family.model_type}, {len(tensors)} tensors, {size_text(size)}"
 
 
-def model_config(checkpoint: Checkpoint) -> GPTConfig:
+def model_config(checkpoint: Checkpoint) -> GPTConfig | BertConfig:
     """The shape that the run was started with, the vocabulary as its tokenizer had it."""
     try:
-        config = from_json(GPTConfig, checkpoint.meta["config"]["model"])
-        return replace(config, vocab_size=checkpoint.meta["model"]["vocab_size"])
+        identity = checkpoint.meta["model"]
+        kind = BertConfig if "norm_placement" in identity else GPTConfig
+        config = from_json(kind, checkpoint.meta["config"]["model"])
+        return replace(config, vocab_size=identity["vocab_size"])
     except (KeyError, TypeError, ValueError) as error:
-        raise Unsupported(f"{checkpoint.path} is not a GPT's: {error}") from None
+        raise Unsupported(f"{checkpoint.path} is not a GPT's or a BERT's: {error}") from None
 
 
 def split_tensors(
@@ -256,57 +261,6 @@ def copy_tokenizer(source: Path, target: Path) -> None:
         if (source / name).is_file():
             target.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)
-
-
-def check_logits(checkpoint: Checkpoint, folder: Path) -> int:
-    """Prints how far our logits are from transformers'; 1 when that is too far."""
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise Unsupported("--check-logits needs the transformers package") from None
-    config = model_config(checkpoint)
-    tokens = sample_tokens(folder, config)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        wanted = theirs(tokens).logits
-        del theirs
-        ours = our_logits(checkpoint, config, tokens)
-    gap, allowed = float((ours - wanted).abs().max()), 1e-5 * max(1.0, float(wanted.abs().max()))
-    verdict = "equal" if gap <= allowed else "NOT EQUAL"
-    print(f"logits of {tokens.shape[1]} tokens: {verdict}, largest difference {gap:.2g}")
-    return 0 if gap <= allowed else 1
-
-
-def sample_tokens(folder: Path, config: GPTConfig) -> Tensor:
-    """[1, s]: real text where there is a tokenizer, else the ids in a shuffled order."""
-    longest = min(64, config.max_positions)
-    if (folder / "tokenizer.json").is_file():
-        from data.tokenizer import build_tokenizer
-
-        tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(folder))
-        ids = [i for i in tokenizer.encode(TEXT) if i < config.vocab_size]
-        return torch.tensor([ids[:longest]])
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(config.vocab_size, (1, longest), generator=generator)
-
-
-def our_logits(checkpoint: Checkpoint, config: GPTConfig, tokens: Tensor) -> Tensor:
-    """tokens [1, s] -> [1, s, v] in float32."""
-    from core.process_grid import ProcessGrid
-    from models.gpt import build_stages
-
-    config = replace(
-        config, seq_length=tokens.shape[1], max_position_embeddings=config.max_positions, fp64=False
-    )
-    (stage,) = build_stages(
-        config, ProcessGrid.single(), micro_batch_size=1, sequence_parallel=False, seed=0
-    )
-    for name, parameter in stage.named_parameters():
-        checkpoint.fill(shard_pieces(f"model/{name}", parameter, shard_of(parameter), 0, 1))
-    stage.eval()
-    positions = torch.arange(tokens.shape[1]).expand(1, -1)
-    batch = {"tokens": tokens, "position_ids": positions, "sample": torch.zeros(1, dtype=int)}
-    return stage.logits(stage.hidden(batch, None)).transpose(0, 1)[..., : config.vocab_size]
 
 
 def write_json(path: Path, value: dict) -> None:

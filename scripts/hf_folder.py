@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from core.checkpoint.files import SAFETENSORS_NAMES
-from scripts.hf_layout import Unsupported, family_of
+from scripts.hf_families import family_of
+from scripts.hf_layout import Unsupported
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -95,9 +96,12 @@ class HFFolder:
         return places
 
     def _full(self, name: str) -> str:
-        """With the prefix that files saved from the bare model leave out."""
+        """As today's files have it: with the prefix that files saved from the bare model leave
+        out, and the norms' parameters as the oldest files of BERT do not call them."""
         prefix = self.family.prefix
-        bare = not name.startswith((prefix, "lm_head."))
+        bare = not name.startswith((prefix, *self.family.outside))
+        for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("Norm.beta", "Norm.bias")):
+            name = name.replace(old, new)
         return prefix + name if bare else name
 
 

@@ -1,19 +1,20 @@
 """How Hugging Face transformers lays out GPT-2 and Llama, beside how we do: configs and tensors.
 
-Read by convert_hf.py. A `Family` turns a config.json into our GPTConfig and back, and lists one
-`Rule` per logical tensor of ours: the tensors of theirs it is made of, and the two ways between
-them. Formulas, names and shapes are those of transformers' GPT2LMHeadModel and LlamaForCausalLM.
+Read by convert_hf.py. A `Family` turns a config.json into our config and back, and lists one `Rule`
+per logical tensor of ours: the tensors of theirs it is made of, and the two ways between them.
+Formulas, names and shapes are those of transformers' GPT2LMHeadModel and LlamaForCausalLM.
+Neighbours: hf_bert.py (the same for BERT), hf_families.py (all of them by name).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from models.config import GPTConfig
+from models.config import BertConfig, GPTConfig, TransformerConfig
 
 GELU = ("gelu_new", "gelu_pytorch_tanh")  # x/2 (1 + tanh …), the form we have
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -54,7 +55,7 @@ def transposed(rule: Rule) -> Rule:
     )
 
 
-def query_key_value(rule: Rule, config: GPTConfig, fused: bool) -> Rule:
+def query_key_value(rule: Rule, config: TransformerConfig, fused: bool) -> Rule:
     """Theirs: all queries, all keys, all values. Ours per group: its queries, its key, its value.
 
     ours [g (a/g + 2) d, …]; theirs [a d, …], [g d, …], [g d, …], in one tensor when `fused`.
@@ -89,19 +90,25 @@ def gate_and_up(rule: Rule) -> Rule:
 class Family:
     """One model type of transformers.
 
-    config    config.json -> GPTConfig; Unsupported with all reasons
-    describe  GPTConfig -> config.json; Unsupported with all reasons
-    rules     GPTConfig -> one Rule per logical tensor
+    kind      GPTConfig or BertConfig
+    config    config.json -> ours; Unsupported with all reasons
+    describe  ours -> config.json; Unsupported with all reasons
+    rules     ours -> one Rule per logical tensor
     prefix    what some files leave out in front of their names
-    buffers   endings of names that are no parameters
+    outside   beginnings of names that never have it
+    buffers   endings of names that are no parameters, or copies of one
+    fit       (ours, names of the tensors there are) -> ours: what config.json does not say
     """
 
     model_type: str
-    config: Callable[[dict], GPTConfig]
-    describe: Callable[[GPTConfig], dict]
-    rules: Callable[[GPTConfig], Iterator[Rule]]
+    kind: type[TransformerConfig]
+    config: Callable[[dict], GPTConfig | BertConfig]
+    describe: Callable[[GPTConfig | BertConfig], dict]
+    rules: Callable[[GPTConfig | BertConfig], Iterator[Rule]]
     prefix: str
+    outside: tuple[str, ...]
     buffers: tuple[str, ...]
+    fit: Callable[[GPTConfig, Collection[str]], GPTConfig] = lambda config, names: config
 
 
 def refuse(side: str, reasons: list[str]) -> None:
@@ -338,7 +345,7 @@ def llama_rules(config: GPTConfig) -> Iterator[Rule]:
         yield Rule("output.weight", (v, h), ("lm_head.weight",))
 
 
-def unlike(config: GPTConfig, **wanted: object) -> list[str]:
+def unlike(config: TransformerConfig, **wanted: object) -> list[str]:
     """The settings in which a model of ours differs from a family, by flag."""
     return [
         f"--{name.replace('_', '-')} {getattr(config, name)} (it has {value})"
@@ -347,45 +354,23 @@ def unlike(config: GPTConfig, **wanted: object) -> list[str]:
     ]
 
 
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        Family(
-            "gpt2",
-            gpt2_config,
-            gpt2_describe,
-            gpt2_rules,
-            "transformer.",
-            (".attn.bias", ".attn.masked_bias"),
-        ),
-        Family(
-            "llama",
-            llama_config,
-            llama_describe,
-            llama_rules,
-            "model.",
-            (".rotary_emb.inv_freq",),
-        ),
-    )
-}
-
-
-def family_of(theirs: dict) -> Family:
-    """By config.json's model_type; Unsupported names what there is."""
-    kind = theirs.get("model_type")
-    if kind not in FAMILIES:
-        raise Unsupported(f"model_type {kind!r} is not supported; {', '.join(FAMILIES)} are")
-    return FAMILIES[kind]
-
-
-def family_for(config: GPTConfig) -> Family:
-    """The family that can hold a model of ours; Unsupported says what keeps it from each."""
-    reasons = []
-    for family in FAMILIES.values():
-        try:
-            family.describe(config)
-        except Unsupported as error:
-            reasons.append(str(error))
-        else:
-            return family
-    raise Unsupported("no supported model type fits: " + " | ".join(reasons))
+GPT2 = Family(
+    "gpt2",
+    GPTConfig,
+    gpt2_config,
+    gpt2_describe,
+    gpt2_rules,
+    "transformer.",
+    ("lm_head.",),
+    (".attn.bias", ".attn.masked_bias"),
+)
+LLAMA = Family(
+    "llama",
+    GPTConfig,
+    llama_config,
+    llama_describe,
+    llama_rules,
+    "model.",
+    ("lm_head.",),
+    (".rotary_emb.inv_freq",),
+)

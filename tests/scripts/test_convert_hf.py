@@ -18,7 +18,9 @@ from models.config import GPTConfig
 from models.gpt import build_stages
 from scripts import convert_hf, hf_folder
 from scripts.convert_hf import main, model_config
-from scripts.hf_layout import FAMILIES, Unsupported, family_for, llama_rope
+from scripts.hf_check import check_logits
+from scripts.hf_families import FAMILIES, family_for
+from scripts.hf_layout import Unsupported, llama_rope
 from tests.core.checkpoint.states import single
 
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 24, "n_head": 4, "n_positions": 32,
@@ -28,11 +30,16 @@ LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "voc
          "max_position_embeddings": 64, "rms_norm_eps": 1e-5}  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192}  # fmt: skip
+BERT = {"model_type": "bert", "num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 4,
+        "intermediate_size": 40, "max_position_embeddings": 32, "vocab_size": 101,
+        "layer_norm_eps": 1e-6}  # fmt: skip
 MODELS = {
     "gpt2": GPT2,
     "gpt2, untied": GPT2 | {"tie_word_embeddings": False, "n_inner": 40},
     "llama": LLAMA,
     "llama 3.1": LLAMA | {"rope_scaling": LLAMA3, "rope_theta": 5e3, "head_dim": 16},
+    "bert": BERT,
+    "bert, one head": BERT | {"architectures": ["BertForMaskedLM"]},
     "llama, tied, biased": LLAMA
     | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
     | {"num_key_value_heads": 4, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
@@ -85,7 +92,8 @@ def test_logits_are_those_of_transformers(tmp_path, kind, capsys):
     write_theirs(tmp_path / "hf", MODELS[kind])
     assert main(["import", str(tmp_path / "hf"), str(tmp_path / "ours"), "--check-logits"]) == 0
     assert main(["export", str(tmp_path / "ours"), str(tmp_path / "back"), "--check-logits"]) == 0
-    assert capsys.readouterr().out.count("equal, largest difference") == 2
+    heads = 2 if kind == "bert" else 1
+    assert capsys.readouterr().out.count("equal, largest difference") == 2 * heads
 
 
 def test_the_logits_check_bites(tmp_path, monkeypatch):
@@ -95,7 +103,7 @@ def test_the_logits_check_bites(tmp_path, monkeypatch):
     assert main(["import", str(tmp_path / "hf"), str(tmp_path / "ours")]) == 0
     (tmp_path / "hf" / "config.json").write_text(json.dumps(wrong))
     checkpoint = open_checkpoint(tmp_path / "ours")
-    assert convert_hf.check_logits(checkpoint, tmp_path / "hf") == 1
+    assert check_logits(checkpoint, model_config(checkpoint), tmp_path / "hf") == 1
 
 
 def logits_at_tp(world, directory, tokens):
@@ -232,7 +240,7 @@ def outside_shard(folder):
 @pytest.mark.parametrize(
     "damage, words",
     [
-        (change_config(model_type="mamba"), "'mamba' is not supported; gpt2, llama are"),
+        (change_config(model_type="mamba"), "'mamba' is not supported; gpt2, llama, bert are"),
         (change_config(hidden_act="gelu"), "hidden_act gelu (only silu is supported)"),
         (change_config(mlp_bias=True), "attention_bias False without the same mlp_bias"),
         (change_config(rope_scaling={"rope_type": "yarn"}), "rope_type yarn"),
