@@ -29,6 +29,7 @@ from data.config import BertDataConfig
 from data.flag_checks import with_vocabulary
 from models.config import BertConfig
 from models.flops import bert_flops_per_token, bert_parameters
+from models.recompute import RecomputeConfig
 
 if TYPE_CHECKING:
     from core.launch import World
@@ -43,6 +44,7 @@ FLOATS = ("loss_mask",)
 @dataclasses.dataclass(kw_only=True)
 class RunConfig:
     model: BertConfig
+    recompute: RecomputeConfig
     parallel: ParallelConfig
     data_parallel: DataParallelConfig
     precision: PrecisionConfig
@@ -58,6 +60,7 @@ def problems(config: RunConfig) -> Iterator[str]:
     """What the sections cannot see on their own: ranks, tokenizer, files."""
     model = with_vocabulary(config.model, config.data)
     yield from start.rank_problems(config)
+    yield from config.recompute.norm_problems(config.model.norm_placement)
     yield from flag_checks.tokenizer_problems(config.data, config.model.vocab_size)
     yield from flag_checks.data_problems(
         config.data,

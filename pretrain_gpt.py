@@ -29,6 +29,7 @@ from data.config import GPTDataConfig
 from data.flag_checks import with_vocabulary
 from models.config import GPTConfig
 from models.flops import flops_per_token, parameters
+from models.recompute import RecomputeConfig
 
 if TYPE_CHECKING:
     from core.launch import World
@@ -42,6 +43,7 @@ INTEGERS, FLOATS = ("tokens", "labels", "position_ids", "sample"), ("loss_mask",
 @dataclasses.dataclass(kw_only=True)
 class RunConfig:
     model: GPTConfig
+    recompute: RecomputeConfig
     parallel: ParallelConfig
     data_parallel: DataParallelConfig
     precision: PrecisionConfig

@@ -62,6 +62,7 @@ def carry_out(
         sequence_parallel=parallel.sequence_parallel,
         seed=config.train.seed,
         dtype=torch.float64 if model.fp64 else getattr(torch, config.precision.dtype),
+        recompute=config.recompute,
     )
     needs = set().union(*(stage.needs for stage in stages))
     inputs = Inputs(

@@ -33,6 +33,10 @@ def _sharding(v: Values) -> str:
     return given or ("optim" if v.use_distributed_optimizer else "no_shard")
 
 
+def _recomputes(v: Values) -> str | None:
+    return v.recompute_granularity or ("selective" if v.recompute_activations else None)
+
+
 _SCALES = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _ADAPTS = _SCALES[1:]
 
@@ -84,6 +88,53 @@ RULES: tuple[Rule, ...] = (
         lambda v: v.ddp_bucket_size is not None and _sharding(v) == "optim_grads_params",
         "--ddp-bucket-size {ddp_bucket_size} has no say under --data-parallel-sharding-strategy "
         "optim_grads_params, where a bucket is a layer; leave it out",
+    ),
+    # -- recomputation -----------------------------------------------------------------------------
+    Rule(
+        lambda v: v.recompute_activations and v.recompute_granularity == "full",
+        "--recompute-activations is short for --recompute-granularity selective and contradicts "
+        "--recompute-granularity full; give one",
+    ),
+    *(
+        Rule(
+            lambda v, name=name: getattr(v, name) and _recomputes(v) != "full",
+            f"{_flag(name)}{shown} does nothing without --recompute-granularity full",
+        )
+        for name, shown in (
+            ("recompute_method", " {recompute_method}"),
+            ("recompute_num_layers", " {recompute_num_layers}"),
+            ("distribute_saved_activations", ""),
+        )
+    ),
+    Rule(
+        lambda v: v.recompute_modules and _recomputes(v) != "selective",
+        "--recompute-modules does nothing without --recompute-granularity selective (or its short "
+        "form, --recompute-activations)",
+    ),
+    Rule(
+        lambda v: v.recompute_method == "block" and v.recompute_num_layers is None,
+        "--recompute-method block needs --recompute-num-layers N: how many layers of each stage",
+    ),
+    Rule(
+        lambda v: (v.recompute_num_layers or 0) > v.num_layers,
+        "--recompute-num-layers {recompute_num_layers} is more than --num-layers {num_layers}",
+    ),
+    Rule(
+        lambda v: v.distribute_saved_activations and v.sequence_parallel,
+        "--distribute-saved-activations and --sequence-parallel: each rank keeps its part of an "
+        "activation already; leave the first out",
+    ),
+    Rule(
+        lambda v: v.distribute_saved_activations and v.tensor_model_parallel_size == 1,
+        "--distribute-saved-activations does nothing with --tensor-model-parallel-size 1",
+    ),
+    Rule(
+        lambda v: v.distribute_saved_activations
+        and v.tensor_model_parallel_size > 1
+        and v.seq_length * v.micro_batch_size * v.hidden_size % v.tensor_model_parallel_size,
+        "--distribute-saved-activations: an activation of --seq-length {seq_length} x "
+        "--micro-batch-size {micro_batch_size} x --hidden-size {hidden_size} elements does not "
+        "divide by --tensor-model-parallel-size {tensor_model_parallel_size}; leave it out",
     ),
     # -- optimizer ---------------------------------------------------------------------------------
     Rule(

@@ -128,10 +128,6 @@ REFUSED: dict[str, str] = _by_reason(
         ),
         "the size of a bucket is given, not their number: --ddp-bucket-size": "ddp_num_buckets",
         "gradients are summed, and divided by the tokens once": "ddp_average_in_collective",
-        f"recomputation is not here yet; {_WITHOUT}": (
-            "recompute_activations recompute_granularity recompute_method recompute_num_layers "
-            "recompute_modules distribute_saved_activations"
-        ),
         f"not here yet; {_WITHOUT}": (
             "tp_comm_overlap manual_gc manual_gc_interval use_persistent_ckpt_worker "
             "async_strategy high_priority_stream_groups nccl_ub use_nccl_ub use_sharp "
@@ -211,7 +207,6 @@ FAMILIES: dict[str, str] = {
     "fp4_": "fp4 is not supported; use --bf16",
     "wandb_": "nothing is sent elsewhere; use --metrics-file or --tensorboard-dir",
     "profile_": "not here yet; --log-communication lists what ranks send",
-    "recompute_": f"recomputation is not here yet; {_WITHOUT}",
     "cuda_graph_": f"graphs are not captured; {_WITHOUT}",
     "inference_": "this script trains; it does not serve",
     "rl_": "reinforcement learning is not supported",

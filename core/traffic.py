@@ -10,7 +10,9 @@ Per microbatch and layer, with S = s b h bytes, the tensor-parallel group of t r
     + sequence parallel    forward 2 gather + 2 reduce-scatter    backward the same, and the inputs
                            of the two column-parallel linears gathered again for their gradients
 
-that is 8 (t-1)/t S and 10 (t-1)/t S on the wire: sequence parallelism moves 25 % more.
+that is 8 (t-1)/t S and 10 (t-1)/t S on the wire: sequence parallelism moves 25 % more. A layer that
+is computed again in backward adds its forward once more, and one gather of S where its saved input
+is cut over tp.
 """
 
 from __future__ import annotations
@@ -57,12 +59,16 @@ class StageSizes:
     layers
     buckets      its parameters
     first, last  it has the embedding; it has the output layer and the loss
+    again        attentions and MLPs whose forward runs once more: 2 for a recomputed layer
+    cut_inputs   units of recomputed layers whose saved input is cut over tp
     """
 
     layers: int
     buckets: tuple[BucketSizes, ...]
     first: bool = True
     last: bool = True
+    again: int = 0
+    cut_inputs: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,8 +145,13 @@ def _calls(z: Sizes, tp: int) -> Iterator[Call]:
         for stage in z.stages:
             if stage.first:
                 yield from _embedding(z)
-            for _ in range(stage.layers):
-                yield from _layer(z)
+            for _ in range(2 * stage.layers):  # attention, MLP
+                yield from _sublayer_forward(z)
+                yield from _sublayer_backward(z)
+            for _ in range(stage.again):
+                yield from _sublayer_forward(z)
+            for _ in range(stage.cut_inputs):
+                yield "tp", "all_gather", _activation(z)
             if stage.last:
                 yield from _output(z, tp, microbatch)
     for group in ("dp_cp", "pp"):
@@ -209,21 +220,26 @@ def _embedding(z: Sizes) -> Iterator[Call]:
         yield "tp", "all_reduce", _activation(z)
 
 
-def _layer(z: Sizes) -> Iterator[Call]:
-    for _ in range(2):  # attention, MLP
-        yield from _column(z)
-        if z.sequence_parallel:
-            yield "tp", "reduce_scatter", _activation(z)  # row-parallel output
-            yield "tp", "all_gather", _activation(z)  # its backward
-        else:
-            yield "tp", "all_reduce", _activation(z)
-
-
-def _column(z: Sizes) -> Iterator[Call]:
-    """A column-parallel linear: its input's gradient is summed in backward."""
+def _sublayer_forward(z: Sizes) -> Iterator[Call]:
+    """A column-parallel linear, whose input is whole, and a row-parallel one: its output is summed.
+    """
     if z.sequence_parallel:
         yield "tp", "all_gather", _activation(z)
-        yield "tp", "all_gather", _activation(z)  # again for the weight gradient
+        yield "tp", "reduce_scatter", _activation(z)
+    else:
+        yield "tp", "all_reduce", _activation(z)
+
+
+def _sublayer_backward(z: Sizes) -> Iterator[Call]:
+    if z.sequence_parallel:
+        yield "tp", "all_gather", _activation(z)  # the row-parallel linear's gradient
+    yield from _column_backward(z)
+
+
+def _column_backward(z: Sizes) -> Iterator[Call]:
+    """The input's gradient is summed."""
+    if z.sequence_parallel:
+        yield "tp", "all_gather", _activation(z)  # the input again, for the weight gradient
         yield "tp", "reduce_scatter", _activation(z)
     else:
         yield "tp", "all_reduce", _activation(z)
@@ -246,7 +262,9 @@ def _output(z: Sizes, tp: int, microbatch: int) -> Iterator[Call]:
 def _unfused_output(z: Sizes, tokens: int) -> Iterator[Call]:
     """Output layer, then vocabulary-parallel cross entropy: the maxima, then two sums a token."""
     if z.masked is None:
-        yield from _column(z)
+        if z.sequence_parallel:
+            yield "tp", "all_gather", _activation(z)
+        yield from _column_backward(z)
     else:
         yield "tp", "all_reduce", tokens * z.hidden * z.bytes_per_element
     yield "tp", "all_reduce", tokens * z.bytes_per_loss

@@ -16,6 +16,7 @@ from core.process_grid import ProcessGrid
 from core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from core.tensor_parallel.output_loss import vocab_parallel_linear_cross_entropy
 from models.config import GPTConfig
+from models.recompute import RecomputeConfig
 from models.stack import Stack, build_stack
 
 
@@ -120,6 +121,7 @@ def build_stages(
     seed: int,
     dtype: torch.dtype = torch.float32,
     placement: Sequence[Sequence[int]] | None = None,
+    recompute: RecomputeConfig | None = None,
 ) -> list[GPTStage]:
     """This rank's stages of a GPT; see `build_stack`."""
     return build_stack(
@@ -131,4 +133,5 @@ def build_stages(
         seed=seed,
         dtype=dtype,
         placement=placement,
+        recompute=recompute,
     )

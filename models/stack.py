@@ -8,7 +8,8 @@ depend on the layout.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal, TypeVar
 
 import torch
@@ -17,10 +18,13 @@ from torch import Tensor, nn
 from core.pipeline_parallel.stage import Batch, Stage, WireSpec
 from core.process_grid import ProcessGrid
 from core.random import DropoutKeys
+from core.tensor_parallel import checkpoint
 from kernels.bias_gelu import bias_gelu
 from models.config import TransformerConfig
 from models.embedding import Embedding
-from models.transformer import Activation, Block, Build, Context, Norm, rotary_of
+from models.recompute import RecomputeConfig, Unit
+from models.rotary import rotary_of
+from models.transformer import Activation, Block, Build, Context, Norm
 
 
 class Stack(Stage):
@@ -32,6 +36,7 @@ class Stack(Stage):
     tied            the output layer uses the word table: the last stage then holds it too
     token_types     rows of the token-type table (0: none)
     norm_placement  see Block; "post" has a norm behind the embedding instead of the last block
+    recompute       which activations are computed again in backward; by default none
     """
 
     def __init__(
@@ -51,8 +56,10 @@ class Stack(Stage):
         norm_placement: Literal["pre", "post"] = "pre",
         causal: bool = True,
         activation: Activation = bias_gelu,
+        recompute: RecomputeConfig | None = None,
     ) -> None:
         tp = grid.tp
+        recompute = recompute or RecomputeConfig()
         sequence_parallel = sequence_parallel and tp.size > 1
         rows = config.seq_length // (tp.size if sequence_parallel else 1)
         shape = (rows, micro_batch_size, config.hidden_size)
@@ -72,8 +79,14 @@ class Stack(Stage):
             "norm_placement": norm_placement,
             "causal": causal,
             "activation": activation,
+            "again": recompute.modules,
         }
         self.layers = nn.ModuleDict({str(n): Block(config, n, build, **options) for n in layers})
+        self.units = recompute.units(layers)
+        self.cuts_inputs = recompute.distribute_saved_activations
+        for unit in self.units:
+            for block in self.blocks_of(unit):
+                block.recomputed = unit.again
         self.final_norm = Norm(*norm) if self.is_last and norm_placement == "pre" else None
 
     def _embedding(
@@ -136,9 +149,23 @@ class Stack(Stage):
             x = self.embedding(
                 batch["tokens"], batch["position_ids"], context, batch.get("token_types")
             )
-        for block in self.layers.values():
-            x = block(x, context)
+        for unit in self.units:
+            forward = partial(self._through, unit, context)
+            if unit.again and torch.is_grad_enabled():
+                x = checkpoint(
+                    forward, self.cuts_inputs, x, tp_group=self.tp, preserve_rng_state=False
+                )
+            else:
+                x = forward(x)
         return x if self.final_norm is None else self.final_norm(x)
+
+    def _through(self, unit: Unit, context: Context, x: Tensor) -> Tensor:
+        for block in self.blocks_of(unit):
+            x = block(x, context)
+        return x
+
+    def blocks_of(self, unit: Unit) -> Iterator[Block]:
+        return (self.layers[str(n)] for n in unit.layers)
 
     def without_padding(self, logits: Tensor) -> Tensor:
         """[..., v/t] with the columns beyond the vocabulary at minus infinity."""
@@ -163,9 +190,11 @@ def build_stack(
     seed: int,
     dtype: torch.dtype = torch.float32,
     placement: Sequence[Sequence[int]] | None = None,
+    recompute: RecomputeConfig | None = None,
 ) -> list[S]:
     """This rank's stages of a model made of `stage`s, in order.
 
+    recompute: which activations are computed again in backward; by default none
     placement: the layers of every stage of the whole model; stage c p + r lives on pipeline rank r.
     The layers built are checked against the layers asked for.
     """
@@ -188,6 +217,7 @@ def build_stack(
             sequence_parallel=sequence_parallel,
             seed=seed,
             dtype=dtype,
+            recompute=recompute,
         )
         for index in range(grid.pp.rank, len(placement), grid.pp.size)
     ]

@@ -1,6 +1,6 @@
 """The transformer block: attention and MLP between norms, built from tensor-parallel layers.
 
-Sorted from simple to complex: `Norm`, `Rotary`, `Attention`, `MLP`, `Block`. A layer takes the one
+Sorted from simple to complex: `Norm`, `Attention`, `MLP`, `Block`. A layer takes the one
 group it uses (`tp`) and plain values; nothing here knows a pipeline, a loss or a command line.
 Activations are [s, b, h]; under sequence parallelism [s/t, b, h] between the column-parallel layers
 (which gather) and the row-parallel ones (which scatter).
@@ -22,14 +22,19 @@ from torch import Tensor, nn
 
 from core.random import DropoutKeys
 from core.shard import Shard
-from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from core.tensor_parallel import (
+    CheckpointWithoutOutput,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    checkpoint,
+)
 from kernels.bias_gelu import bias_gelu
 from kernels.dropout_add import bias_dropout_add
 from kernels.layer_norm import layer_norm
 from kernels.masked_softmax import scaled_masked_softmax
 from kernels.rms_norm import rms_norm
-from kernels.rotary import rotary
 from kernels.swiglu import swiglu
+from models.rotary import Rotary
 
 if TYPE_CHECKING:
     from models.config import GPTConfig
@@ -119,82 +124,6 @@ class Norm(nn.Module):
         return f"{self.kind}({self.width}, eps={self.eps})"
 
 
-# ---- rotary position embedding ------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's frequency scaling: long waves are slowed by `factor`, short ones left alone."""
-
-    factor: float = 8.0
-    low_frequency: float = 1.0
-    high_frequency: float = 4.0
-    original_length: int = 8192
-
-
-def inverse_frequencies(width: int, base: float, scaling: RopeScaling | None) -> Tensor:
-    """[width / 2] float64: base^(-2i / width), scaled if asked."""
-    frequency = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    if scaling is None:
-        return frequency
-    # wave = 2 pi / frequency. Between the two limits the scaled and the plain one are blended:
-    # share = (original / wave - low) / (high - low), clamped to [0, 1].
-    wave = 2 * math.pi / frequency
-    share = (scaling.original_length / wave - scaling.low_frequency) / (
-        scaling.high_frequency - scaling.low_frequency
-    )
-    share = share.clamp(0, 1)
-    return (1 - share) * frequency / scaling.factor + share * frequency
-
-
-class Rotary:
-    """Rotary position embedding (Su et al., 2021): pairs of channels turn by p * frequency.
-
-    x [s, b, a, d] -> the same; only the first `percent` of d turns. Pairs are (i, i + w/2), or
-    neighbours (2i, 2i + 1) when interleaved. The tables are made once a microbatch.
-    """
-
-    def __init__(
-        self,
-        head_dim: int,
-        *,
-        base: float = 10000.0,
-        percent: float = 1.0,
-        interleaved: bool = False,
-        interpolation: float = 1.0,
-        scaling: RopeScaling | None = None,
-    ) -> None:
-        self.width = int(head_dim * percent)
-        if self.width % 2:
-            raise ValueError(
-                f"rotary embedding turns {self.width} of {head_dim} channels, which must be even"
-            )
-        self.interleaved = interleaved
-        self.frequency = inverse_frequencies(self.width, base, scaling) / interpolation
-
-    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions [s, b] -> cos, sin [s, b, w/2], computed in float64 and rounded once."""
-        angle = positions.to(torch.float64).unsqueeze(-1) * self.frequency.to(positions.device)
-        return angle.cos().to(dtype), angle.sin().to(dtype)
-
-    def __call__(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        return rotary(x, *tables, interleaved=self.interleaved)
-
-
-def rotary_of(config: GPTConfig) -> Rotary | None:
-    """What the position flags ask for."""
-    if config.position_embedding_type != "rope":
-        return None
-    return Rotary(
-        config.head_dim,
-        base=config.rotary_base,
-        percent=config.rotary_percent,
-        interleaved=config.rotary_interleaved,
-        interpolation=config.rotary_seq_len_interpolation_factor or 1.0,
-        scaling=RopeScaling(config.rope_scaling_factor) if config.use_rope_scaling else None,
-    )
-
-
 # ---- attention ----------------------------------------------------------------------------------
 
 
@@ -207,6 +136,7 @@ class Attention(nn.Module):
     out      [s, b, h]                        without the output bias, which is returned beside it
 
     causal: a token sees itself and what came before; otherwise every token (BERT).
+    core_again: what is between the linears is computed again in backward.
     """
 
     def __init__(
@@ -218,9 +148,11 @@ class Attention(nn.Module):
         causal: bool,
         std_out: float,
         rotary: Rotary | None,
+        core_again: bool = False,
     ) -> None:
         super().__init__()
         name = f"layers.{layer}.attention"
+        self.core_again = core_again
         self.layer, self.tp, self.causal = layer, build.tp, causal
         self.head_dim = d = config.head_dim
         self.heads = config.num_attention_heads // build.tp.size
@@ -273,18 +205,23 @@ class Attention(nn.Module):
         if self.rotary is not None:
             q, k = self.rotary(q, context.rotary), self.rotary(k, context.rotary)
         q, k, v = (y.permute(1, 2, 0, 3) for y in (q, k, v))  # [b, a/t or g/t, s, d]
-        if self.dropout > 0 and context.dropout is not None:
-            y = self._explicit(q, k, v, context)
+        if self.core_again and torch.is_grad_enabled():
+            y = checkpoint(self._core, False, q, k, v, context, preserve_rng_state=False)
         else:
-            y = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=context.mask,
-                is_causal=self.causal and context.mask is None,
-                enable_gqa=self.groups != self.heads,
-            )
+            y = self._core(q, k, v, context)
         return self.out(y.permute(2, 0, 1, 3).reshape(s, b, self.heads * d))
+
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        if self.dropout > 0 and context.dropout is not None:
+            return self._explicit(q, k, v, context)
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=context.mask,
+            is_causal=self.causal and context.mask is None,
+            enable_gqa=self.groups != self.heads,
+        )
 
     def _explicit(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """softmax(q k' / sqrt d) with dropout by the stateless mask, every matrix in memory.
@@ -404,7 +341,12 @@ class Block(nn.Module):
 
     pre   x += dropout(attention(norm(x)));  x += dropout(mlp(norm(x)))      (GPT)
     post  x = norm(x + dropout(attention(x)));  x = norm(x + dropout(mlp(x)))  (the original BERT)
+
+    again      parts that are computed again in backward: core_attn, mlp, layernorm (of pre only)
+    recomputed the whole block is, by whoever calls it: Stack says so
     """
+
+    recomputed = False
 
     def __init__(
         self,
@@ -416,8 +358,10 @@ class Block(nn.Module):
         causal: bool = True,
         activation: Activation = bias_gelu,
         rotary: Rotary | None = None,
+        again: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
+        self.again = again
         self.layer, self.hidden_dropout = layer, config.hidden_dropout
         self.norm_first = norm_placement == "pre"
         # the two matrices that write to the residual stream: std / sqrt(2 l), as GPT-2
@@ -425,7 +369,13 @@ class Block(nn.Module):
         norm = (config.normalization, config.hidden_size, config.norm_epsilon, build)
         self.attention_norm = Norm(*norm)
         self.attention = Attention(
-            config, layer, build, causal=causal, std_out=std_out, rotary=rotary
+            config,
+            layer,
+            build,
+            causal=causal,
+            std_out=std_out,
+            rotary=rotary,
+            core_again="core_attn" in again,
         )
         self.mlp_norm = Norm(*norm)
         activation = squared_relu if config.squared_relu else activation
@@ -434,11 +384,26 @@ class Block(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         where = {"p": self.hidden_dropout, "layer": self.layer, "context": context}
         if self.norm_first:
-            y, bias = self.attention(self.attention_norm(x), context)
+            y, bias = self._behind(self.attention_norm, self.attention, x, context)
             x = dropout_add(y, bias, x, place="attention_out", **where)
-            y, bias = self.mlp(self.mlp_norm(x))
+            y, bias = self._behind(self.mlp_norm, self._mlp, x)
             return dropout_add(y, bias, x, place="mlp_out", **where)
         y, bias = self.attention(x, context)
         x = self.attention_norm(dropout_add(y, bias, x, place="attention_out", **where))
-        y, bias = self.mlp(x)
+        y, bias = self._mlp(x)
         return self.mlp_norm(dropout_add(y, bias, x, place="mlp_out", **where))
+
+    def _behind(self, norm: Norm, part: Callable, x: Tensor, *context: Context):
+        """part(norm(x)); the norm's output is freed in between, if asked."""
+        if "layernorm" not in self.again or not torch.is_grad_enabled():
+            return part(norm(x), *context)
+        passing = CheckpointWithoutOutput(preserve_rng_state=False)
+        y, bias = part(passing.checkpoint(norm, x), *context)
+        passing.discard_output_and_register_recompute(y)
+        return y, bias
+
+    def _mlp(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        if "mlp" not in self.again or not torch.is_grad_enabled():
+            return self.mlp(x)
+        y = checkpoint(lambda x: self.mlp(x)[0], False, x, preserve_rng_state=False)
+        return y, self.mlp.down.bias

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
 from torch import Tensor
@@ -106,4 +107,16 @@ def stage_sizes(trainer: Trainer, stage: GPTStage, layout: Layout) -> StageSizes
         buckets=tuple(BucketSizes.of(bucket, dp.rank, ways) for bucket in buckets),
         first=stage.is_first,
         last=stage.is_last,
+        **recomputed(layout, stage.layers),
     )
+
+
+def recomputed(layout: Layout, layers: Iterable[object]) -> dict[str, int]:
+    """What of StageSizes is about recomputation, for a stage of these layers."""
+    config = layout.recomputation()
+    units = [unit for unit in config.units([*layers]) if unit.again]
+    again = 2 * sum(len(unit.layers) for unit in units)
+    if "mlp" in config.modules:
+        again += len([*layers])
+    cut = len(units) if config.distribute_saved_activations else 0
+    return {"again": again, "cut_inputs": cut}

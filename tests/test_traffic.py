@@ -21,6 +21,7 @@ from core.traffic import BucketSizes, Sizes, StageSizes, step_traffic
 from core.train import Limits, TrainState, train
 from models.config import GPTConfig
 from models.flops import parameters
+from tests.layouts import recomputed
 from tests.training import GPT2, LLAMA, Layout, make_trainer
 
 CHUNK = 5  # tokens: no divisor of the 32 of a microbatch of 2
@@ -106,7 +107,7 @@ def sizes_of(
         seq=model.seq_length,
         micro_batch=layout.micro_batch_size,
         hidden=h,
-        stages=(StageSizes(layers, mine),),
+        stages=(StageSizes(layers, mine, **recomputed(layout, range(layers))),),
         microbatches=8 // (layout.micro_batch_size * dp),
         sequence_parallel=layout.sequence_parallel,
         bytes_per_element=model.bytes_per_element,
@@ -131,6 +132,10 @@ def even_chunk(tokens: int, layout: Layout) -> int:
 
 
 SP = Layout(tp=2, sequence_parallel=True, micro_batch_size=2)
+FULL = (("recompute_granularity", "full"),)
+CUT = (*FULL, ("distribute_saved_activations", True))
+FIRST = (*FULL, ("recompute_method", "block"), ("recompute_num_layers", 1))
+PARTS = (("recompute_activations", True), ("recompute_modules", ("core_attn", "mlp", "layernorm")))
 MODES = ("pipelined", "one-shot", "split", "unfused")
 CASES = {
     "tp2": (2, GPT2, Layout(tp=2, micro_batch_size=4)),
@@ -147,6 +152,26 @@ CASES = {
     "dp2-optim-grads": (2, GPT2, Layout(sharding="optim_grads", micro_batch_size=1)),
     "dp2-all-sharded": (2, LLAMA, Layout(sharding="optim_grads_params", overlap=True)),
     "tp2-dp2-sp-all-sharded": (4, GPT2, replace(SP, sharding="optim_grads_params")),
+    "tp2-full": (2, GPT2, Layout(tp=2, recompute=FULL)),
+    "tp2-sp-full": (2, LLAMA, replace(SP, recompute=FULL)),
+    "tp2-cut": (2, GPT2, Layout(tp=2, recompute=CUT)),
+    "tp2-units": (2, GPT2, Layout(tp=2, recompute=(*CUT, ("recompute_num_layers", 2)))),
+    "tp2-first": (2, GPT2, Layout(tp=2, recompute=FIRST)),
+    "tp2-sp-parts": (2, GPT2, replace(SP, recompute=PARTS)),
+    "tp2-dp2-all-sharded-full": (
+        4,
+        replace(GPT2, num_layers=3),
+        replace(SP, sharding="optim_grads_params", recompute=FULL),
+    ),
+    "dp2-all-sharded-units": (
+        2,
+        replace(GPT2, num_layers=5),
+        Layout(
+            sharding="optim_grads_params",
+            overlap=True,
+            recompute=(*FULL, ("recompute_num_layers", 2)),
+        ),
+    ),
     **{f"tp2-{mode}": (2, replace(GPT2, loss_mode=mode), Layout(tp=2)) for mode in MODES},
     **{f"tp2-sp-{mode}": (2, replace(GPT2, loss_mode=mode), SP) for mode in MODES},
 }

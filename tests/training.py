@@ -30,6 +30,7 @@ from data.mock import MockBertDataset, MockGPTDataset
 from models.bert import build_stages as build_bert_stages
 from models.config import BertConfig, GPTConfig
 from models.gpt import build_stages
+from models.recompute import RecomputeConfig
 from pretrain_bert import INTEGERS as BERT_INTEGERS
 from pretrain_gpt import INTEGERS
 
@@ -65,7 +66,7 @@ class Layout:
     chunks    stages per pipeline rank     layers    of each stage; by default an even split
     sharding  over dp                      overlap   communication of gradients and parameters
     bucket    --ddp-bucket-size            global_batch_size    samples of a step
-    precision settings of PrecisionConfig
+    precision settings of PrecisionConfig          recompute those of RecomputeConfig
     """
 
     tp: int = 1
@@ -80,6 +81,7 @@ class Layout:
     bucket: int | None = None
     precision: tuple[tuple[str, object], ...] = ()
     global_batch_size: int = 8
+    recompute: tuple[tuple[str, object], ...] = ()
 
     def __str__(self) -> str:
         """What differs from one process: pp=2,chunks=2"""
@@ -91,6 +93,9 @@ class Layout:
         if self.layers is not None:
             return Placement(self.layers, self.pp)
         return place_layers(num_layers, self.pp, chunks=self.chunks)
+
+    def recomputation(self) -> RecomputeConfig:
+        return RecomputeConfig(**dict(self.recompute))
 
     def data_parallel(self) -> DataParallelConfig:
         return DataParallelConfig(
@@ -132,6 +137,7 @@ def make_trainer(
         sequence_parallel=layout.sequence_parallel,
         seed=1,
         dtype=dtype,
+        recompute=layout.recomputation(),
     )
     config = OptimizerConfig(**{"lr": 1e-3, "lr_decay_style": "constant", **optim})
     replicas = DataParallel(

@@ -7,7 +7,9 @@ use and stays until the step is over.
 
 `Arrivals` waits for parameters that an earlier gather is bringing (--overlap-param-gather).
 `Visits` gathers a block's parameters before its forward and its backward, the next block's
-meanwhile, and lets go of them afterwards (optim_grads_params). Used by ddp.py.
+meanwhile, and lets go of them afterwards (optim_grads_params). A block whose attribute `recomputed`
+is true runs forward a second time as part of its backward, and keeps them from there on. Used by
+ddp.py.
 """
 
 from __future__ import annotations
@@ -116,10 +118,14 @@ class Visits:
             self.blocks[following].fetch()
         self.blocks[place].need()
 
-    def _before_forward(self, place: int, *_: object) -> None:
-        if self.blocks[place].in_backward:  # a recomputation: it was fetched by the backward
-            return
-        self._visit(place, place + 1)
+    def _before_forward(self, place: int, module: nn.Module, *_: object) -> None:
+        unit = self.blocks[place]
+        if getattr(module, "recomputed", False) and torch.is_grad_enabled():
+            unit.in_backward = True
+        if unit.in_backward:
+            unit.need()
+        else:
+            self._visit(place, place + 1)
 
     def _after_forward(self, place: int, module: nn.Module, args: tuple, out: Tensor) -> None:
         unit = self.blocks[place]

@@ -176,18 +176,23 @@ def model_parallel_cuda_manual_seed(
 
 
 class _Surroundings:
-    """What a function's result depends on besides its arguments: generators and autocast."""
+    """What a function's result depends on besides its arguments: autocast, and generators if asked.
+    """
 
-    def __init__(self) -> None:
-        self.cpu = torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        self.tracker = _TRACKER.get_states()
-        devices = ("cpu", "cuda") if self.cuda is not None else ("cpu",)
+    def __init__(self, generators: bool) -> None:
+        self.generators, cuda = generators, torch.cuda.is_initialized()
+        if generators:
+            self.cpu = torch.get_rng_state()
+            self.cuda = torch.cuda.get_rng_state() if cuda else None
+            self.tracker = _TRACKER.get_states()
+        devices = ("cpu", "cuda") if cuda else ("cpu",)
         self.autocast = {
             d: (torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices
         }
 
     def restore(self) -> None:
+        if not self.generators:
+            return
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda)
@@ -196,7 +201,7 @@ class _Surroundings:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Inside, everything is as it was then, and gradients are recorded."""
-        now = _Surroundings()
+        now = _Surroundings(self.generators)
         self.restore()
         try:
             with ExitStack() as stack:
@@ -254,10 +259,10 @@ class CheckpointFunction(Function):
     """Runs a function without keeping its activations; backward runs it again."""
 
     @staticmethod
-    def forward(ctx, run_function, distribute_saved_activations, tp_group, *args):
+    def forward(ctx, run_function, distribute_saved_activations, tp_group, generators, *args):
         ctx.run_function, ctx.group = run_function, tp_group
         ctx.distributed = bool(distribute_saved_activations)
-        ctx.then = _Surroundings()
+        ctx.then = _Surroundings(generators)
         with torch.no_grad():
             outputs = run_function(*args)
         if ctx.distributed:
@@ -277,7 +282,7 @@ class CheckpointFunction(Function):
         with ctx.then.again():
             outputs = _as_tuple(ctx.run_function(*inputs))
         _backward(outputs, gradients)
-        return None, None, None, *(i.grad if isinstance(i, Tensor) else None for i in inputs)
+        return (None,) * 4 + tuple(i.grad if isinstance(i, Tensor) else None for i in inputs)
 
 
 def checkpoint(
@@ -285,14 +290,18 @@ def checkpoint(
     distribute_saved_activations: bool,
     *args: object,
     tp_group: object | None = None,
+    preserve_rng_state: bool = True,
 ):
     """function(*args), whose activations are computed again in backward instead of being kept.
 
     distribute_saved_activations  args[0] is kept cut over tp: its memory is this rank's part until
                                   backward gathers it
+    preserve_rng_state            False for a function that draws from no generator
     """
     group = parallel_state.resolve(tp_group) if distribute_saved_activations else None
-    return CheckpointFunction.apply(function, distribute_saved_activations, group, *args)
+    return CheckpointFunction.apply(
+        function, distribute_saved_activations, group, preserve_rng_state, *args
+    )
 
 
 class _CheckpointWithoutOutputFunction(Function):
@@ -321,17 +330,24 @@ class CheckpointWithoutOutput:
     block.discard_output_and_register_recompute(z)  # y's memory is free until z has a gradient
     """
 
-    def __init__(self, fp8: bool = False, ckpt_manager: object | None = None) -> None:
+    def __init__(
+        self,
+        fp8: bool = False,
+        ckpt_manager: object | None = None,
+        *,
+        preserve_rng_state: bool = True,
+    ) -> None:
         if fp8 or ckpt_manager is not None:
             raise NotImplementedError(
                 f"fp8={fp8!r} and ckpt_manager={ckpt_manager!r} are not supported; leave them out"
             )
+        self.preserve_rng_state = preserve_rng_state
         self.run_function: Callable | None = None
         self.ctx = None
         self.outputs: tuple | None = None
 
     def checkpoint(self, run_function: Callable, *args: object):
-        self.run_function, self.then = run_function, _Surroundings()
+        self.run_function, self.then = run_function, _Surroundings(self.preserve_rng_state)
         outputs = _CheckpointWithoutOutputFunction.apply(run_function, self, *args)
         self.outputs = _as_tuple(outputs)
         return outputs

@@ -11,6 +11,8 @@ from pretrain_gpt import RunConfig
 OPTIM = "--use-distributed-optimizer"
 STRATEGY = "--data-parallel-sharding-strategy"
 FP16 = "--fp16 --loss-scale 8 "
+FULL, DISTRIBUTE = "--recompute-granularity full", "--distribute-saved-activations"
+TP2 = "--tensor-model-parallel-size 2"
 LINES = [  # one for every rule, in the table's order: the line, how its sentence begins
     ("--bf16 --fp16", "--bf16 and --fp16 are two precisions"),
     ("--bf16 --fp64", "--bf16 and --fp64 are two precisions"),
@@ -31,6 +33,19 @@ LINES = [  # one for every rule, in the table's order: the line, how its sentenc
     (
         f"{STRATEGY} optim_grads_params --ddp-bucket-size 9",
         "--ddp-bucket-size 9 has no say under",
+    ),
+    ("--recompute-activations --recompute-granularity full", "--recompute-activations is short"),
+    ("--recompute-method uniform", "--recompute-method uniform does nothing without"),
+    ("--recompute-num-layers 2", "--recompute-num-layers 2 does nothing without"),
+    (DISTRIBUTE, f"{DISTRIBUTE} does nothing without --recompute-granularity full"),
+    ("--recompute-modules mlp", "--recompute-modules does nothing without"),
+    (f"{FULL} --recompute-method block", "--recompute-method block needs --recompute-num-layers"),
+    (f"{FULL} --recompute-num-layers 9", "--recompute-num-layers 9 is more than --num-layers 8"),
+    (f"{FULL} {DISTRIBUTE} --sequence-parallel {TP2}", f"{DISTRIBUTE} and --sequence-parallel"),
+    (f"{FULL} {DISTRIBUTE}", f"{DISTRIBUTE} does nothing with --tensor-model-parallel-size 1"),
+    (
+        f"{FULL} {DISTRIBUTE} --seq-length 63 --micro-batch-size 1 --hidden-size 65 {TP2}",
+        f"{DISTRIBUTE}: an activation of --seq-length 63 x --micro-batch-size 1 x",
     ),
     ("--decoupled-min-lr 1e-5", "--decoupled-min-lr 1e-05 does nothing without --decoupled-lr"),
     ("--fp64 --optimizer apex_adam", "--optimizer apex_adam has no float64"),
@@ -55,7 +70,8 @@ def test_every_row_is_tried():
     assert len(LINES) == len(RULES)
     for (line, _), rule in zip(LINES, RULES, strict=True):
         flags = [word for word in line.split() if word.startswith("--")]
-        assert all(flag in rule.text for flag in flags if flag not in ("--fp16", "--bf16")), line
+        context = ("--fp16", "--bf16", "--recompute-granularity", "--tensor-model-parallel-size")
+        assert all(flag in rule.text for flag in flags if flag not in context), line
 
 
 def test_all_at_once(capsys):
@@ -68,6 +84,9 @@ def test_all_at_once(capsys):
     "line",
     [
         "",
+        f"{FULL} --recompute-method uniform --recompute-num-layers 2 {DISTRIBUTE} {TP2}",
+        f"{FULL} --recompute-method block --recompute-num-layers 8",
+        "--recompute-activations --recompute-granularity selective --recompute-modules mlp",
         "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         "--fp16 --initial-loss-scale 65536 --min-loss-scale 2 --hysteresis 1",
         "--fp16 --loss-scale 1024",
