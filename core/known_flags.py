@@ -31,6 +31,7 @@ class Accepted(NamedTuple):
 
 OLD_SPELLINGS: dict[str, OldSpelling] = {
     "use_rotary_position_embeddings": OldSpelling("position_embedding_type", "rope"),
+    "log_timers": OldSpelling("timing_log_level", "1", agrees=("2",)),
     "no_position_embedding": OldSpelling("position_embedding_type", "none", agrees=("rope",)),
 }
 
@@ -79,7 +80,7 @@ _ALWAYS = {
     "receives are posted as early as the plan allows, and waited for where they are used": (
         "overlap_p2p_communication_warmup_flush no_overlap_p2p_communication"
     ),
-    "there are no timers to combine; --metrics-file has each step's times": "timing_log_option",
+    "the times of --timing-log-level are those of rank 0": "timing_log_option",
     "--tensorboard-dir always gets it": (
         "log_timers_to_tensorboard log_validation_ppl_to_tensorboard "
         "log_learning_rate_to_tensorboard log_loss_scale_to_tensorboard"
@@ -98,7 +99,6 @@ ACCEPTED: dict[str, Accepted] = {
     "dataloader_type": Accepted(
         "samples come in one fixed shuffled order", ("single",), "give single"
     ),
-    "timing_log_level": Accepted("only whole steps are timed", ("0",), "give 0"),
     "empty_unused_memory_level": Accepted("cached memory is kept", ("0",), "give 0"),
     "cuda_graph_impl": Accepted("no graphs are captured", ("none",), "give none"),
 }

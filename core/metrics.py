@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 from core.metrics_sinks import MetricsFile, Tracker, open_tracker, perplexity
 from core.progress import ProgressBar
+from core.step_clock import StepClock, breakdown, breakdown_line
 
 Row = Mapping[str, Any]
 QUIET_SECONDS = 60.0  # a slow run is seen to live: at least one line a minute
@@ -41,7 +42,10 @@ class Metrics:
                 is the mean over several
 
     `train` adds step_time_s, tokens_per_s and, where the cost of a token is known,
-    tflops_per_rank. Any further key goes to the metrics file as it is.
+    tflops_per_rank; under --timing-log-level also time_compute_s (2: time_forward_s and
+    time_backward_s), time_tp_s, time_dp_s, time_pp_s, time_optimizer_s, time_data_s and
+    time_other_s, which add up to step_time_s (see core/step_clock.py), and time_checkpoint_s, which
+    saving took since the last step. Any further key goes to the metrics file as it is.
     """
 
     def __init__(
@@ -60,12 +64,15 @@ class Metrics:
         progress_bar: bool = False,
         out: TextIO | None = None,
         err: TextIO | None = None,
+        step_clock: StepClock | None = None,
+        timing_log_level: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`first_iteration` iterations were made by earlier runs (0: a fresh start).
 
         world_size        ranks that share the work, for TFLOP/s per rank
         flops_per_token   forward and backward, of the whole model
+        step_clock        what was told where time goes; shown as timing_log_level says
         progress_bar      draw one on `err`; the caller knows whether a person watches
         Raises OSError, naming the flag, when the metrics file cannot be written.
         """
@@ -74,6 +81,8 @@ class Metrics:
         self._world_size, self._flops_per_token = world_size, flops_per_token
         self._log_interval, self._log_throughput = log_interval, log_throughput
         self._out, self._clock = out or sys.stdout, clock
+        self._step_clock, self._timing = step_clock, timing_log_level
+        self._saving = 0.0
         self._interval = _Interval()
         self._began = self._spoke = clock()
         self._bar: ProgressBar | None = None
@@ -102,6 +111,8 @@ class Metrics:
 
     def begin_step(self) -> None:
         """Starts the step timer."""
+        if self._step_clock is not None:
+            self._saving = self._step_clock.take().get("checkpoint", 0.0)
         self._began = self._clock()
 
     def train(self, row: Row) -> None:
@@ -109,7 +120,7 @@ class Metrics:
         if not self._is_writer:
             return
         now = self._clock()
-        row = {**row, **self._speed(row["tokens"], now - self._began)}
+        row = {**row, **self._speed(row["tokens"], now - self._began), **self._times(now)}
         self._interval.add(row)
         if self._file:
             self._file.write("train", row)
@@ -119,6 +130,8 @@ class Metrics:
             self._bar.update(row["iteration"], self._bar_text(row))
         if self._line_is_due(row["iteration"], now):
             self.message(log_line(self._interval, row, self._total, self._log_throughput))
+            if self._interval.times:
+                self.message(breakdown_line(self._interval.times, self._interval.iterations))
             self._interval = _Interval()
 
     def evaluation(self, row: Row) -> None:
@@ -157,6 +170,14 @@ class Metrics:
             speed["tflops_per_rank"] = flops / (seconds * self._world_size * 1e12)
         return speed
 
+    def _times(self, now: float) -> dict[str, float]:
+        """Where the time of this step went."""
+        if self._step_clock is None:
+            return {}
+        spent = self._step_clock.take()
+        times = breakdown(spent, now - self._began, fine=self._timing > 1)
+        return {**times, "time_checkpoint_s": self._saving}
+
     def _line_is_due(self, iteration: int, now: float) -> bool:
         first_or_last = iteration in (self._first + 1, self._total)
         silent = now - self._spoke >= QUIET_SECONDS
@@ -177,9 +198,13 @@ class _Interval:
         self.iterations = self.skipped = self.nan = self.counted = 0
         self.seconds = self.tflop = 0.0
         self.losses: dict[str, float] = {}
+        self.times: dict[str, float] = {}
 
     def add(self, row: Row) -> None:
         self.iterations += 1
+        for name in row:
+            if name.startswith("time_"):
+                self.times[name] = self.times.get(name, 0.0) + row[name]
         self.seconds += row["step_time_s"]
         self.tflop += row.get("tflops_per_rank", 0.0) * row["step_time_s"]
         finite = math.isfinite(row["lm_loss"])

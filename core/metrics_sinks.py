@@ -127,6 +127,7 @@ class Tracker:
             "tflops_per_rank": "throughput",
         }
         self._held.update({tag: row[key] for key, tag in names.items() if key in row})
+        self._held.update({key: row[key] for key in row if key.startswith("time_")})
         self._held.update(_losses(row))
 
     def evaluation(self, row: Row) -> None:

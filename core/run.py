@@ -31,6 +31,7 @@ from core.pipeline_parallel.schedules import row_maker
 from core.pipeline_parallel.stage import Stage
 from core.process_grid import ProcessGrid
 from core.resume import Checkpoints
+from core.step_clock import StepClock
 from core.train import (
     HeldOut,
     Limits,
@@ -281,6 +282,9 @@ def reporting(
     config: Sections, grid: ProcessGrid, inputs: Inputs, state: TrainState, last: int
 ) -> Metrics:
     logging = config.logging
+    if logging.timing_log_level:
+        on_cpu = grid.device.type == "cpu"
+        grid.ledger.clock = StepClock(None if on_cpu else torch.accelerator.synchronize)
     return Metrics(
         is_writer=grid.world.rank == 0,
         total_iterations=last,
@@ -291,5 +295,7 @@ def reporting(
         log_throughput=logging.log_throughput,
         metrics_file=logging.metrics_file,
         tensorboard_dir=logging.tensorboard_dir,
+        step_clock=grid.ledger.clock,
+        timing_log_level=logging.timing_log_level,
         progress_bar=inputs.progress_bar and logging.progress_bar,
     )

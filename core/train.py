@@ -148,7 +148,8 @@ class Trainer:
             vocabulary_rate = None
             if self.vocabulary_schedule is not None:
                 vocabulary_rate = self.vocabulary_schedule.at(state.consumed_samples).learning_rate
-            stats = self.optimizer.step(*values, sums["tokens"], vocabulary_rate)
+            with self.grid.ledger.timed("optimizer"):
+                stats = self.optimizer.step(*values, sums["tokens"], vocabulary_rate)
         if not math.isfinite(stats.grad_norm) and loss_scale.is_hopeless:
             story, found = loss_scale.story(), bad_samples(result, samples)
             self._stop("gradient norm", story, stats.grad_norm, state, feed, found)
@@ -336,7 +337,8 @@ def train(
         if _due(limits.eval_interval, state.iteration) and valid and not done:
             report_evaluation(trainer, state, valid, limits.eval_iters, reporter, asked)
         if save is not None and _due(limits.save_interval, state.iteration):
-            save(state)
+            with trainer.grid.ledger.timed("checkpoint"):
+                save(state)
             saved_at = state.iteration
         stopped = asked()
         if stopped is None and _due(limits.exit_interval, state.iteration):

@@ -67,11 +67,13 @@ PURE = (
     "core/pipeline_parallel/simulate.py",
     "core/progress.py",
     "core/shard.py",
+    "core/step_clock.py",
     "core/traffic.py",
     "core/train_config.py",
     "data/config.py",
     "models/config.py",
     "models/flops.py",
+    "models/recompute.py",
 )
 VAGUE_NAMES = ("utils", "helpers", "common", "misc")
 LONGEST_FUNCTION, LONGEST_FILE = 60, 500

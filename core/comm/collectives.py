@@ -34,16 +34,25 @@ ReduceOp = Literal["sum", "max", "min"]
 class Pending:
     """A communication under way. `wait()` returns its result and may be called more than once."""
 
-    def __init__(self, works: Sequence[object], result, finish=None, keep: tuple = ()) -> None:
-        self._works = list(works)
+    def __init__(
+        self,
+        works: Sequence[object],
+        result,
+        finish=None,
+        keep: tuple = (),
+        group: Group | None = None,
+    ) -> None:
+        self._works, self._group = list(works), group
         self._result = result
         self._finish = finish
         self._keep = keep  # inputs must outlive the call
 
     def wait(self):
-        for work in self._works:
-            work.wait()
-        self._works.clear()
+        if self._works:
+            with self._group.ledger.waiting(self._group.name):
+                for work in self._works:
+                    work.wait()
+            self._works.clear()
         if self._finish is not None:
             self._result, self._finish = self._finish(self._result), None
         self._keep = ()
@@ -151,7 +160,8 @@ def broadcast_(x: Tensor, group: Group, *, root: int = 0, tag: str) -> Tensor:
     if not 0 <= root < group.size:
         raise ValueError(f"{tag}: root {root} is outside group {group.name!r} of {group.size}")
     _record("broadcast", x, x.numel(), group, tag)
-    dist.broadcast(x, src=group.ranks[root], group=group.handle)
+    with group.ledger.waiting(group.name):
+        dist.broadcast(x, src=group.ranks[root], group=group.handle)
     return x
 
 
@@ -173,7 +183,7 @@ def start_all_reduce_(x: Tensor, group: Group, *, op: ReduceOp = "sum", tag: str
         return Pending((), x)
     _record("all_reduce", x, x.numel(), group, tag)
     work = dist.all_reduce(x, op=_OPS[op], group=group.handle, async_op=True)
-    return Pending((work,), x)
+    return Pending((work,), x, group=group)
 
 
 def start_all_gather(
@@ -199,7 +209,7 @@ def start_all_gather(
     if dim:
         parts = (group.size, *x.shape)
         finish = lambda flat: torch.cat(list(flat.view(parts)), dim=dim)  # noqa: E731
-    return Pending((work,), out, finish, keep=(x,))
+    return Pending((work,), out, finish, keep=(x,), group=group)
 
 
 def start_reduce_scatter(
@@ -224,7 +234,7 @@ def start_reduce_scatter(
         )
     _record("reduce_scatter", x, x.numel(), group, tag)
     work = _reduce_scatter_flat(out.view(-1), x.view(-1), group=group.handle, async_op=True)
-    return Pending((work,), out, keep=(x,))
+    return Pending((work,), out, keep=(x,), group=group)
 
 
 @dataclass(frozen=True)
@@ -251,7 +261,7 @@ def exchange(ops: Sequence[P2P], group: Group, *, tag: str) -> Pending:
         calls.append(dist.P2POp(call, p.tensor, group=group.handle, group_peer=p.peer))
     works = dist.batch_isend_irecv(calls) if calls else []
     received = [p.tensor for p in ops if p.op == "recv"]
-    return Pending(works, received, keep=tuple(p.tensor for p in ops))
+    return Pending(works, received, keep=tuple(p.tensor for p in ops), group=group)
 
 
 # ---- start-up objects (JSON; never in a step) ---------------------------------------------------

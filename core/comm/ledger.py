@@ -12,9 +12,12 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass, fields
 
+from core.step_clock import AXES, StepClock
+
+NOT_TIMED: AbstractContextManager = nullcontext()
 KEEP_STEPS = 4  # steps whose events are kept one by one; running totals are kept for ever
 
 
@@ -82,6 +85,7 @@ class Ledger:
     """Every communication of one process, newest last.
 
     The events of the last `keep_steps` steps are kept in full, totals per (group, op) for ever.
+    clock: where the time of a step goes, while somebody asks for it.
     """
 
     def __init__(self, keep_steps: int = KEEP_STEPS) -> None:
@@ -89,6 +93,7 @@ class Ledger:
         self.step = 0
         self.place = "startup"
         self.count = 0
+        self.clock: StepClock | None = None
         self._events: deque[CommEvent] = deque()
         self._totals: dict[tuple[str, str], Total] = {}
 
@@ -119,6 +124,14 @@ class Ledger:
             yield
         finally:
             self.place = before
+
+    def timed(self, part: str) -> AbstractContextManager:
+        """The time inside is spent on `part`."""
+        return NOT_TIMED if self.clock is None else self.clock.during(part)
+
+    def waiting(self, group: str) -> AbstractContextManager:
+        """The time inside is spent waiting for ranks of `group`."""
+        return NOT_TIMED if self.clock is None else self.clock.during(AXES.get(group, group))
 
     # -- reading ---------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from core.comm import P2P, Group, Pending, exchange
+from core.comm.ledger import Ledger
 from core.pipeline_parallel.actions import Action, Op, Plan
 from core.pipeline_parallel.measured import PipelineLog
 from core.pipeline_parallel.simulate import live_activations
@@ -49,8 +50,8 @@ class StepResult:
 class _Batches:
     """Microbatches by number, fetched in order, dropped after their last use on this rank."""
 
-    def __init__(self, batches: Iterator[Batch], uses: Counter[int]) -> None:
-        self._batches, self._uses = batches, uses
+    def __init__(self, batches: Iterator[Batch], uses: Counter[int], ledger: Ledger) -> None:
+        self._batches, self._uses, self._ledger = batches, uses, ledger
         self._kept: dict[int, Batch] = {}
         self._next = 0
 
@@ -64,7 +65,8 @@ class _Batches:
 
     def _fetch(self) -> Batch:
         try:
-            return next(self._batches)
+            with self._ledger.timed("data"):
+                return next(self._batches)
         except StopIteration:
             wanted = len(self._uses)
             raise ValueError(f"the data ends after {self._next} of {wanted} microbatches") from None
@@ -112,7 +114,7 @@ class Executor:
     def run(self, batches: Iterator[Batch]) -> StepResult:
         """One step: all actions of the row, in order. `batches` yields microbatches 0, 1, …"""
         uses = Counter(a.microbatch for a in self.row if a.op is Op.F)
-        self._batches = _Batches(batches, uses)
+        self._batches = _Batches(batches, uses, self.pp.ledger)
         self._result = StepResult()
         # what a stage has made, until it is sent or taken by another stage of this rank
         self._activations: dict[tuple[int, int], Tensor] = {}
@@ -200,12 +202,13 @@ class Executor:
     @contextmanager
     def _timed(self, a: Action, stage: Stage) -> Iterator[None]:
         """Tells the log when `a` computed: not what it waited for before."""
-        if self.log is None:
+        with self.pp.ledger.timed("forward" if a.op is Op.F else "backward"):
+            if self.log is None:
+                yield
+                return
+            start = self._now(stage)
             yield
-            return
-        start = self._now(stage)
-        yield
-        self.log.add(a, start, self._now(stage))
+            self.log.add(a, start, self._now(stage))
 
     def _now(self, stage: Stage) -> float:
         if torch.device(stage.wire.device).type != "cpu":
