@@ -2,8 +2,9 @@
 
 Inside, every tensor that an operation saves is seen when it is packed and let go when its node is.
 A piece of memory counts once, however many tensors lie in it; parameters and what else is named as
-`known` do not count, nor does memory that is given up soon after (CheckpointWithoutOutput). Seen are the threads that run inside: on a CPU also the graphs that a
-recomputation makes. Imports torch only.
+`known` do not count, nor does memory that is given up soon after (CheckpointWithoutOutput). Seen
+are the threads that run inside: on a CPU also the graphs that a recomputation makes. Imports
+torch only.
 """
 
 from __future__ import annotations

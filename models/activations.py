@@ -1,8 +1,8 @@
 """What autograd keeps of one microbatch, in bytes, from the shape alone: `kept_bytes`.
 
-Pure: standard library only; imports models/config.py and models/recompute.py. With R rows [s b], cut
-over tp under sequence parallelism, T = s b, and what is cut over tp anyway written without its 1/t,
-a layer keeps (elements; "+" is what a flag adds)
+Pure: standard library only; imports models/config.py and models/recompute.py. With R rows [s b],
+cut over tp under sequence parallelism, T = s b, and what is cut over tp anyway written without its
+1/t, a layer keeps (elements; "+" is what a flag adds)
 
     norms      2 R h inputs (float32 at least)                        + 2 R h bytes with dropout
     linears    2 R h before qkv and up, T a d before out
@@ -65,6 +65,26 @@ def layer_parts(config: TransformerConfig, cut: Cut) -> dict[str, int]:
         "mlp": ways * tokens * config.ffn_width * e // cut.tp,
         "projections": projections // cut.tp,
     }
+
+
+def end_bytes(config: TransformerConfig, cut: Cut, first: bool, last: bool) -> int:
+    """Beside the blocks: the embedding's dropout; the last norm and the hidden states' gradient."""
+    width = config.seq_length * cut.batch * config.hidden_size
+    width //= cut.tp if cut.sequence_parallel else 1
+    found = width if first and config.hidden_dropout else 0
+    return found + (width * (max(cut.element, 4) + cut.element) if last else 0)
+
+
+def loss_buffer_bytes(
+    config: TransformerConfig, cut: Cut, *, chunk: int | None, at_once: int = 1
+) -> int:
+    """Logits in memory: of `at_once` chunks of tokens; None: of all, with their softmax and its
+    gradient, as the unfused loss has them."""
+    tokens = config.seq_length * cut.batch
+    per_token = config.padded_vocab_size(cut.tp) // cut.tp * max(cut.element, 4)
+    if chunk is None:
+        return 3 * tokens * per_token
+    return at_once * min(chunk, tokens) * per_token
 
 
 @dataclass(frozen=True)
