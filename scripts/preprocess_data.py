@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import glob
 import hashlib
 import json
@@ -28,6 +29,8 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+# numpy's own threads have nothing to do here, and would be in the way of forks
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from data.encode import Encoded, EncodeSettings, encode_block, tokenizer_of
 from data.index_format import DataError, bin_path
@@ -210,6 +213,10 @@ class Job:
         tokenizer = tokenizer_of(self.settings)
         if self.settings.append_eod:
             _ = tokenizer.eod  # refuse before the work, not after
+        with worker_pool(workers) as pool:  # before any file is open, which workers would share
+            self._run(pool, workers, on_bad_line)
+
+    def _run(self, pool: ProcessPoolExecutor | None, workers: int, on_bad_line: str) -> None:
         mark = self._read_mark()
         builders: dict[str, IndexedBuilder] = {}
         try:
@@ -219,7 +226,8 @@ class Job:
                 )
             start = (mark["file"], mark["read"]) if mark else (0, 0)
             progress = Progress(self.paths, workers, self.counts, start)
-            self._write(self._blocks(mark), builders, workers, on_bad_line, progress)
+            encoded = encode_all(self.settings, self._blocks(mark), pool, 2 * workers)
+            self._write(encoded, builders, on_bad_line, progress)
             for key, builder in builders.items():
                 if not builder.num_tokens:
                     source = f"{' '.join(self.paths)}: no text under key {key!r}"
@@ -250,9 +258,9 @@ class Job:
                 yield replace(block, file=file)
             start = Place()
 
-    def _write(self, blocks, builders, workers, on_bad_line, progress) -> None:
+    def _write(self, everything, builders, on_bad_line, progress) -> None:
         marked = time.perf_counter()
-        for block, encoded in encode_all(self.settings, blocks, workers):
+        for block, encoded in everything:
             if encoded.bad and on_bad_line == "stop":
                 raise DataError(f"{encoded.bad[0]}; correct it or pass --on-bad-line skip")
             for key, builder in builders.items():
@@ -302,27 +310,44 @@ class Job:
         return mark
 
 
-def encode_all(
-    settings: EncodeSettings, blocks: Iterable[Block], workers: int
-) -> Iterator[tuple[Block, Encoded]]:
-    """Encode blocks in `workers` processes, in order, with a bounded number of them in memory."""
+@contextlib.contextmanager
+def worker_pool(workers: int) -> Iterator[ProcessPoolExecutor | None]:
+    """Processes that encode; None for one worker, which is this process.
+
+    They are forked where this process has no other thread (on Linux, as a script): each has the
+    tokenizer and the imports then, which would cost it half a second.
+    """
     if workers == 1:
+        yield None
+        return
+    threads = Path("/proc/self/task")
+    alone = threads.is_dir() and len(list(threads.iterdir())) == 1
+    method = "fork" if alone else "spawn"
+    with ProcessPoolExecutor(workers, get_context(method), start_worker) as pool:
+        pool.submit(os.getpid).result()  # all are there
+        try:
+            yield pool
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def encode_all(
+    settings: EncodeSettings, blocks: Iterable[Block], pool: ProcessPoolExecutor | None, most: int
+) -> Iterator[tuple[Block, Encoded]]:
+    """Encode blocks in the pool, in order, with at most so many of them waiting for it."""
+    if pool is None:
         for block in blocks:
             yield block, encode_block(settings, block)
         return
-    with ProcessPoolExecutor(workers, get_context("spawn"), start_worker) as pool:
-        flying: collections.deque[tuple[Block, Future]] = collections.deque()
-        try:
-            for block in blocks:
-                flying.append((block, pool.submit(encode_block, settings, block)))
-                if len(flying) > 2 * workers:
-                    first, future = flying.popleft()
-                    yield first, future.result()
-            while flying:
-                first, future = flying.popleft()
-                yield first, future.result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+    flying: collections.deque[tuple[Block, Future]] = collections.deque()
+    for block in blocks:
+        flying.append((block, pool.submit(encode_block, settings, block)))
+        if len(flying) > most:
+            first, future = flying.popleft()
+            yield first, future.result()
+    while flying:
+        first, future = flying.popleft()
+        yield first, future.result()
 
 
 def start_worker() -> None:
