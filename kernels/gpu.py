@@ -1,22 +1,28 @@
 """Triton, if it is there: the one place that imports it, and what launchers ask about a device.
 
 Kernels are decorated with `jit` from here and import `tl` from here, so that their files can be
-imported, and their torch references run, where Triton is missing or broken. Imports torch only.
+imported, and their torch references run, where Triton is missing or broken. A torch without CUDA
+launches no kernel, and Triton takes 70 MiB: it is left alone there, unless it is imported already
+(by a test that interprets or compiles kernels). Imports torch only.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 from torch import Tensor
 
 try:
+    if not torch.backends.cuda.is_built() and "triton" not in sys.modules:
+        raise ImportError("no kernel will be launched")
     import triton
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     jit = triton.jit
     INTERPRETED = bool(triton.knobs.runtime.interpret)
-except Exception:  # a missing, foreign or broken package: the torch path is the answer to all three
+except Exception:  # missing, foreign, broken or not wanted: the torch path answers all four
     triton = TensorDescriptor = None
     INTERPRETED = False
 

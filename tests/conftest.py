@@ -1,9 +1,13 @@
 """For all tests: `ranks`, the pool of gloo processes, and the skip of GPU tests without a GPU."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 
 import pytest
+
+with contextlib.suppress(ImportError):
+    import triton  # noqa: F401 - before kernels.gpu, which else leaves it alone without CUDA
 
 from tests.ranks import RankPool
 

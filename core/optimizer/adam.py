@@ -22,7 +22,7 @@ from core.data_parallel.layout import Slot
 from core.optimizer.clip import ModelSums, clip_factor, nonzeros, sum_of_squares
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.precision import LossScale
-from core.optimizer.registry import recipe
+from core.optimizer.registry import Fused, recipe
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Optimizer:
         master = kept if kept.dtype == dtype else kept.to(dtype)
         return PartState(master, {name: torch.zeros_like(master) for name in self.recipe.arrays})
 
-    def _make(self, config: OptimizerConfig) -> torch.optim.Optimizer:
-        """torch's optimizer over the runs of my parts, with state that lies in flat memory."""
+    def _make(self, config: OptimizerConfig) -> Fused | torch.optim.Optimizer:
+        """The optimizer over the runs of my parts, with state that lies in flat memory."""
         groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
         states: list[tuple[nn.Parameter, dict[str, Tensor]]] = []
         for memory, part in zip(self.replicas.memories, self.parts, strict=True):
