@@ -35,6 +35,7 @@ from torch import Tensor
 UPCAST_BYTES = 4 << 20  # weight rows that are cast to the accumulation type at once
 TILE_BYTES = 8 << 20  # logits that exist at once where they are recomputed
 BLOCK_BYTES = 2 << 20  # rows of logits that go through all steps together, in a core's cache
+PLAIN_SUMS = 1e-16, 1e24  # sums of exp z, nothing subtracted, that lose nothing in float32
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,15 @@ class TokenStats:
 
     lse     log sum exp over my rows; -inf if I have none
     score   my part of sum_j q_ij z_ij
-    top     my largest logit
     target  the target's logit if it is mine, else 0
+    top     my largest logit; `exponentials` may do without
     mean    sum_j exp(z_ij - lse) z_ij over my rows, only when the entropy is wanted
     """
 
     lse: Tensor
     score: Tensor
-    top: Tensor
     target: Tensor
+    top: Tensor | None = None
     mean: Tensor | None = None
 
 
@@ -150,6 +151,9 @@ class TorchLogits:
         self.rows, self.hidden_size = weight.shape
         self.operand_dtype = weight.dtype if weight.is_cuda else self.dtype
         self.smallest = torch.finfo(self.dtype).min
+        # On a CPU exp(z) is tried first: to know and subtract the largest logit takes two passes.
+        # Likewise a token's factor goes to the products' other operand, and p is never formed.
+        self.plain = terms.softcap is None and not weight.is_cuda
         self.tile_bytes = 32 * TILE_BYTES if weight.is_cuda else TILE_BYTES
 
     # ---- forward alone ------------------------------------------------------------------------
@@ -180,7 +184,7 @@ class TorchLogits:
             top = higher
         lse = top + total.log()
         mean = torch.where(total > 0, top + spread / total, 0) if entropy else None
-        return TokenStats(lse, self._score(found, linear), top, found, mean)
+        return TokenStats(lse, self._score(found, linear), found, top, mean)
 
     # ---- both halves of a chunk whose gradient is formed in forward ---------------------------
 
@@ -198,7 +202,11 @@ class TorchLogits:
         self._logits_into(logits, hidden.to(self.operand_dtype), 0, self.rows)
         found = _at_target(logits, target, 0)
         linear = logits.sum(1) if self.terms.label_smoothing else None
+        plain = self._plain_exponentials_(logits, hidden) if self.plain else None
         top = self._vector(n, self.smallest)
+        if plain is not None:
+            slot.shift = torch.zeros_like(plain)
+            return TokenStats(plain.log(), self._score(found, linear), found)
         if self.terms.softcap is None:
             top, total = self._exponentials_(logits, top)
         else:  # the slot keeps z, which the softcap's derivative needs
@@ -206,7 +214,7 @@ class TorchLogits:
             for i, j, part in self._row_blocks(logits):
                 top[i:j], total[i:j] = self._exponentials_(part.clone(), top[i:j])
         slot.shift = top
-        return TokenStats(top + total.log(), self._score(found, linear), top, found)
+        return TokenStats(top + total.log(), self._score(found, linear), found, top)
 
     def gradient(
         self,
@@ -224,19 +232,22 @@ class TorchLogits:
             if dhidden is not None:
                 dhidden.zero_()
             return
+        hidden = hidden.to(self.operand_dtype)
         logits = slot.matrix(len(hidden), self.rows)
+        summed = self._zero_sum(dhidden)
         if self.terms.softcap is None:
             a, b, c = tokens.factors(self.terms)
             a = a * (slot.shift - tokens.lse).exp()
+            if self.plain and c is None:
+                whole = 0, self.rows
+                self._add_scaled_products(logits, hidden, *whole, a, summed, dweight, dbias)
+                self._finish_scaled(hidden, target, a, b, summed, dweight, dbias)
+                return self._store(dhidden, summed)
             self._finish_gradient_(logits, target, 0, a, b, c)
         else:
             self._gradient_of_logits_(logits, target, 0, tokens)
-        summed = self._zero_sum(dhidden)
-        self._add_products(
-            logits, hidden.to(self.operand_dtype), 0, self.rows, summed, dweight, dbias
-        )
-        if summed is not dhidden:
-            dhidden.copy_(summed)
+        self._add_products(logits, hidden, 0, self.rows, summed, dweight, dbias)
+        return self._store(dhidden, summed)
 
     # ---- gradient by computing the logits again -----------------------------------------------
 
@@ -253,12 +264,20 @@ class TorchLogits:
         """As `gradient`, tile by tile, with nothing kept from forward but the log-sum-exp."""
         hidden = hidden.to(self.operand_dtype)
         summed = self._zero_sum(dhidden)
+        a, b, c = tokens.factors(self.terms)
+        scaled = self.plain and c is None and tokens.entropy is None
         for start, stop, tile in self._tiles(len(hidden)):
             logits = self._logits_into(tile, hidden, start, stop)
-            self._gradient_of_logits_(logits, target, start, tokens)
-            self._add_products(logits, hidden, start, stop, summed, dweight, dbias)
-        if summed is not dhidden:
-            dhidden.copy_(summed)
+            if scaled:
+                for i, j, z in self._row_blocks(logits):
+                    z.sub_(tokens.lse[i:j, None]).exp_()
+                self._add_scaled_products(logits, hidden, start, stop, a, summed, dweight, dbias)
+            else:
+                self._gradient_of_logits_(logits, target, start, tokens)
+                self._add_products(logits, hidden, start, stop, summed, dweight, dbias)
+        if scaled:
+            self._finish_scaled(hidden, target, a, b, summed, dweight, dbias)
+        return self._store(dhidden, summed)
 
     # ---- pieces -------------------------------------------------------------------------------
 
@@ -308,6 +327,20 @@ class TorchLogits:
             torch.sum(part.sub_(higher[i:j, None]).exp_(), 1, out=total[i:j])
         return higher, total
 
+    def _plain_exponentials_(self, logits: Tensor, hidden: Tensor) -> Tensor | None:
+        """logits become exp(logits), and the sums of rows are returned: if those are within
+        PLAIN_SUMS. If not, logits are made again, None is returned, and this is not tried again."""
+        total = self._vector(len(logits), 1)
+        for i, j, part in self._row_blocks(logits):
+            torch.sum(part.exp_(), 1, out=total[i:j])
+            if i == 0 and not _within(total[:j], PLAIN_SUMS):
+                break
+        if _within(total, PLAIN_SUMS):
+            return total
+        self.plain = False
+        self._logits_into(logits[:j], hidden[:j].to(self.operand_dtype), 0, self.rows)
+        return None
+
     def _row_blocks(self, logits: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         """Blocks of whole rows that a core's cache holds; a GPU takes all at once."""
         step = len(logits)
@@ -351,6 +384,35 @@ class TorchLogits:
         mine, columns = _columns_of(target, start, p.shape[1])
         p.scatter_add_(1, columns.unsqueeze(1), torch.where(mine, -b, 0).unsqueeze(1))
 
+    def _add_scaled_products(
+        self, e: Tensor, hidden: Tensor, start: int, stop: int, a: Tensor, dhidden, dweight, dbias
+    ) -> None:
+        """What the part a e of the gradient, e [n, stop - start], gives: dweight += e' (a hidden),
+        dhidden += e weight, which lacks its factor a, dbias += e' a."""
+        if dbias is not None:
+            dbias[start:stop].addmv_(e.t(), a)
+        self._add_products(e, hidden * a[:, None], start, stop, dhidden, dweight, None)
+
+    def _finish_scaled(
+        self, hidden: Tensor, target: Tensor, a: Tensor, b: Tensor, dhidden, dweight, dbias
+    ) -> None:
+        """After all columns: the factor a of dhidden, and the part -b [j = y] of the gradient."""
+        mine, columns = _columns_of(target, 0, self.rows)
+        minus_b = torch.where(mine, -b, 0)
+        if dhidden is not None:
+            dhidden.mul_(a[:, None])
+            rows = self.weight.index_select(0, columns).to(self.dtype)
+            dhidden.addcmul_(rows, minus_b[:, None])
+        if dweight is not None:
+            dweight.index_add_(0, columns, hidden * minus_b[:, None])
+        if dbias is not None:
+            dbias.index_add_(0, columns, minus_b)
+
+    @staticmethod
+    def _store(dhidden: Tensor | None, summed: Tensor | None) -> None:
+        if summed is not dhidden:
+            dhidden.copy_(summed)
+
     def _zero_sum(self, dhidden: Tensor | None) -> Tensor | None:
         """dhidden itself, or what its parts are added up in when its own type is too narrow."""
         if dhidden is None or dhidden.dtype == self.dtype:
@@ -383,6 +445,12 @@ def _columns_of(target: Tensor, start: int, columns: int) -> tuple[Tensor, Tenso
     column = target - start
     mine = (column >= 0) & (column < columns)
     return mine, torch.where(mine, column, 0)
+
+
+def _within(x: Tensor, limits: tuple[float, float]) -> bool:
+    """Whether all are; not a number never is."""
+    low, high = limits
+    return bool(((x > low) & (x < high)).all())
 
 
 def _at_target(logits: Tensor, target: Tensor, start: int) -> Tensor:

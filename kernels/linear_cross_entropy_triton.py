@@ -192,7 +192,7 @@ class TritonLogits(TorchLogits):
         total = (stats[1] * (stats[0] - top).exp()).sum(0)
         found = stats[2].sum(0)
         linear = stats[3].sum(0) if self.terms.label_smoothing else None
-        return TokenStats(top + total.log(), self._score(found, linear), top, found)
+        return TokenStats(top + total.log(), self._score(found, linear), found, top)
 
     def _tokens(self, tokens: TokenGradient) -> Tensor:
         """[4, n]: lse, a, b, c of `TokenGradient.factors`."""

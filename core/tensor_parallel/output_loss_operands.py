@@ -137,7 +137,7 @@ class OutputLayer:
 def default_chunk(mode: str, columns: int | None, weight: Tensor, ranks: int) -> int:
     """Tokens in a chunk whose logits, [chunk, columns] of this rank, fit the memory set aside.
 
-    The pipelined modes hold a chunk's logits (two chunks', where statistics travel meanwhile): 40
+    The pipelined modes hold a chunk's logits (two chunks', where statistics travel meanwhile): 28
     MiB on a CPU, 250 MiB on a GPU. More tokens mean fewer passes over dweight, at least 128 (512)
     are needed for that to cost little, and taken where the shards' size is not known on every rank.
     One-shot holds tiles, whose size the kernels choose.
@@ -146,7 +146,7 @@ def default_chunk(mode: str, columns: int | None, weight: Tensor, ranks: int) ->
     if mode == "one-shot":
         return 8192 if gpu else 1024
     itemsize = weight.dtype.itemsize if gpu else accumulation_dtype(weight.dtype).itemsize
-    least, most, memory = (512, 4096, 250 << 20) if gpu else (128, 1024, 40 << 20)
+    least, most, memory = (512, 4096, 250 << 20) if gpu else (128, 1024, 28 << 20)
     if columns is None:
         return least
     bytes_per_token = max(columns, 1) * itemsize * (2 if ranks > 1 else 1)

@@ -43,17 +43,17 @@ def test_statistics_over_many_tiles(softcap):
         torch.testing.assert_close(got.lse, lse)
         torch.testing.assert_close(got.target, at_target)
         torch.testing.assert_close(got.score, 0.9 * at_target + 0.1 / V * logits.sum(1))
-        torch.testing.assert_close(got.top, logits.amax(1))
+    torch.testing.assert_close(stats.top, logits.amax(1))
     mean = (torch.softmax(logits, 1) * logits).sum(1)
     torch.testing.assert_close(stats.mean, mean)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("softcap", [None, 4.0])
-def test_gradients_of_both_ways_agree(dtype, softcap):
+@pytest.mark.parametrize("smoothing, softcap", [(0.0, None), (0.1, None), (0.1, 4.0)])
+def test_gradients_of_both_ways_agree(dtype, smoothing, softcap):
     """The same operands in float64 give the exact answer; one rounding is allowed."""
     hidden, weight, bias, target = operands(dtype)
-    terms = LossTerms(V, 0.1, 1e-2, softcap)
+    terms = LossTerms(V, smoothing, 1e-2, softcap)
     results = []
     for kind in (dtype, torch.float64):
         h, w, b = hidden.to(kind), weight.to(kind), bias.to(kind)
@@ -90,6 +90,26 @@ def test_a_token_of_weight_zero_leaves_no_trace():
         hidden, target, tokens, dhidden=dhidden, dweight=dweight, dbias=None
     )
     assert not dhidden.any() and not dweight.any()
+
+
+@pytest.mark.parametrize("large", [0, 1, N - 1])
+@pytest.mark.parametrize("factor", [100.0, -100.0])
+def test_logits_too_large_for_plain_exponentials(large, factor, monkeypatch):
+    """Wherever the first such token is: exp(z) leaves its range, and the largest is subtracted."""
+    monkeypatch.setattr(lce, "BLOCK_BYTES", 1)  # a row at a time
+    hidden, weight, _, target = operands(torch.float32)
+    weight = weight.abs()
+    hidden[large] = factor * hidden[large].abs()  # its logits are all above 88, or all below -88
+    head = TorchLogits(weight, None, LossTerms(V))
+    slot = head.slot(N)
+    stats = head.exponentials(hidden, target, slot)
+    assert not head.plain
+    exact = torch.logsumexp(hidden.double() @ weight.double().T, 1)
+    torch.testing.assert_close(stats.lse.double(), exact, rtol=2e-6, atol=0)
+    tokens = TokenGradient(exact.float(), torch.ones(N))
+    out = {"dhidden": torch.empty(N, H), "dweight": torch.zeros(V, H)}
+    head.gradient(slot, hidden, target, tokens, dbias=None, **out)
+    assert all(gradient.isfinite().all() for gradient in out.values())
 
 
 def test_minus_infinite_logits():
