@@ -3,9 +3,10 @@
     u = 2 sqrt(2 / pi) (x + 0.044715 x^3),   s = 1 / (1 + exp(-u)),   gelu(x) = x s
     d gelu / d x = s + x s (1 - s) u',       u' = 2 sqrt(2 / pi) (1 + 3 * 0.044715 x^2)
 
-(x/2 (1 + tanh(u/2)) is the same function.) On a GPU without a bias, and on a CPU, torch's own
-kernel is the best there is: one pass each way, and it keeps x alone. With a bias the Triton kernel
-adds it in the same pass and keeps x, not x + bias. Imports torch and kernels.gpu.
+(x/2 (1 + tanh(u/2)) is the same function.) Backward gives the value once more, which then need not
+be kept. On a GPU a Triton kernel adds the bias in the same pass; without one torch's own kernels
+are the best there is. On a CPU, in float32 and float64, blocks that a core's cache holds go through
+torch's simple functions, which beat its GELU. Imports torch and kernels.gpu.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch.autograd.function import Function, once_differentiable
 
 from kernels.gpu import cdiv, jit, launch, tl, use_triton
 
-LINEAR = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
-CUBIC = tl.constexpr(0.07135481282663977)  # LINEAR * 0.044715
+LINEAR = 1.5957691216057308  # 2 sqrt(2 / pi)
+CUBIC = LINEAR * 0.044715
+C1, C3 = tl.constexpr(LINEAR), tl.constexpr(CUBIC)
 
 # ---- kernels ------------------------------------------------------------------------------------
 
@@ -36,14 +38,14 @@ def _forward(
     inside = at < count
     b = tl.load(bias + at % width, mask=inside, other=0.0).to(tl.float32)
     a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + b
-    s = 1.0 / (1.0 + tl.exp(-a * (LINEAR + CUBIC * a * a)))
+    s = 1.0 / (1.0 + tl.exp(-a * (C1 + C3 * a * a)))
     tl.store(y + at, (a * s).to(y.dtype.element_ty), mask=inside)
 
 
 @jit
 def _backward(
-    # pointers: dy, x, dx [rows * width], bias [width]
-    dy, x, bias, dx,
+    # pointers: dy, x, dx, y [rows * width], bias [width]
+    dy, x, bias, dx, y,
     # sizes
     count, width,
     # constants
@@ -53,10 +55,11 @@ def _backward(
     inside = at < count
     b = tl.load(bias + at % width, mask=inside, other=0.0).to(tl.float32)
     a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + b
-    s = 1.0 / (1.0 + tl.exp(-a * (LINEAR + CUBIC * a * a)))
-    slope = s + a * s * (1.0 - s) * (LINEAR + 3.0 * CUBIC * a * a)
+    s = 1.0 / (1.0 + tl.exp(-a * (C1 + C3 * a * a)))
+    slope = s + a * s * (1.0 - s) * (C1 + 3.0 * C3 * a * a)
     d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(dx + at, (d * slope).to(dx.dtype.element_ty), mask=inside)
+    tl.store(y + at, (a * s).to(y.dtype.element_ty), mask=inside)
 
 
 # ---- launchers ----------------------------------------------------------------------------------
@@ -70,13 +73,71 @@ def forward(x: Tensor, bias: Tensor) -> Tensor:
     return y
 
 
-def backward(dy: Tensor, x: Tensor, bias: Tensor) -> Tensor:
-    dx = torch.empty_like(x)
-    launch(_backward, (cdiv(x.numel(), BLOCK),), dy, x, bias, dx, x.numel(), len(bias), BLOCK=BLOCK)
-    return dx
+def backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    dx, y = torch.empty_like(x), torch.empty_like(x)
+    grid = (cdiv(x.numel(), BLOCK),)
+    launch(_backward, grid, dy, x, bias, dx, y, x.numel(), len(bias), BLOCK=BLOCK)
+    return dx, y
 
 
-# ---- autograd -----------------------------------------------------------------------------------
+# ---- on a CPU -----------------------------------------------------------------------------------
+
+CPU_BLOCK = 128 << 10  # elements
+
+
+def cpu_forward(x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    linear = x.new_tensor(LINEAR)
+    for a, s in zip(x.view(-1).split(CPU_BLOCK), y.view(-1).split(CPU_BLOCK), strict=True):
+        torch.mul(a, a, out=s)
+        torch.add(linear, s, alpha=CUBIC, out=s)
+        s.mul_(a).sigmoid_().mul_(a)
+    return y
+
+
+def cpu_backward(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    dx, y = torch.empty_like(x), torch.empty_like(x)
+    linear = x.new_tensor(LINEAR)
+    memory = x.new_empty(2, min(CPU_BLOCK, x.numel()))
+    blocks = (t.view(-1).split(CPU_BLOCK) for t in (dy, x, dx, y))
+    for d, a, out, again in zip(*blocks, strict=True):
+        s, slope = memory[:, : len(a)]
+        torch.mul(a, a, out=s)
+        torch.add(linear, s, alpha=3 * CUBIC, out=slope)  # u'
+        torch.add(linear, s, alpha=CUBIC, out=s)
+        s.mul_(a).sigmoid_()
+        torch.mul(a, s, out=again)
+        # s + x s (1 - s) u' = s + (x s u') - (x s u') s
+        slope.mul_(again)
+        torch.addcmul(slope, slope, s, value=-1, out=slope)
+        torch.mul(slope.add_(s), d, out=out)
+    return dx, y
+
+
+# ---- what callers use ---------------------------------------------------------------------------
+
+
+def value(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """gelu(x + bias), x [..., f], bias [f] or None -> [..., f]; not differentiable."""
+    if bias is not None and use_triton(x) and x.dtype != torch.float64:
+        return forward(x.contiguous(), bias)
+    if bias is not None:
+        x = x + bias
+    if x.is_cuda or x.element_size() < 4:
+        return F.gelu(x, approximate="tanh")
+    return cpu_forward(x.contiguous())
+
+
+def again(dy: Tensor, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(dx, gelu(x + bias)) of the gradient dy of the latter."""
+    if bias is not None and use_triton(x) and x.dtype != torch.float64:
+        return backward(dy.contiguous(), x.contiguous(), bias)
+    if bias is not None:
+        x = x + bias
+    if x.is_cuda or x.element_size() < 4:
+        dx = torch.ops.aten.gelu_backward(dy, x, approximate="tanh")
+        return dx, F.gelu(x, approximate="tanh")
+    return cpu_backward(dy.contiguous(), x.contiguous())
 
 
 class _BiasGelu(Function):
@@ -85,26 +146,20 @@ class _BiasGelu(Function):
 
     @staticmethod
     def forward(ctx, x, bias):
-        x = x.contiguous()
         ctx.save_for_backward(x, bias)
-        return forward(x, bias)
+        return value(x, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         x, bias = ctx.saved_tensors
-        dx = backward(dy.contiguous(), x, bias)
-        dbias = dx.view(-1, len(bias)).sum(0, dtype=torch.float32)
-        return dx, dbias.to(bias.dtype)
-
-
-# ---- what callers use, and the reference --------------------------------------------------------
+        dx, _ = again(dy, x, bias)
+        if bias is None:
+            return dx, None
+        wide = torch.promote_types(dx.dtype, torch.float32)
+        return dx, dx.reshape(-1, len(bias)).sum(0, dtype=wide).to(bias.dtype)
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """gelu(x + bias), x [..., f], bias [f] or None -> [..., f]"""
-    if bias is None:
-        return F.gelu(x, approximate="tanh")
-    if use_triton(x) and x.dtype != torch.float64:
-        return _BiasGelu.apply(x, bias)
-    return F.gelu(x + bias, approximate="tanh")
+    """The same as `value`, differentiable."""
+    return _BiasGelu.apply(x, bias)

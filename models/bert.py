@@ -35,7 +35,7 @@ from core.tensor_parallel import (
 from core.tensor_parallel.output_loss import vocab_parallel_linear_cross_entropy
 from models.config import TOKEN_TYPES, BertConfig
 from models.stack import Stack, build_stack
-from models.transformer import Build, Norm, exact_gelu
+from models.transformer import Activation, Build, Norm, exact_gelu
 
 
 class Dense(nn.Module):
@@ -114,7 +114,7 @@ class BertStage(Stack):
             token_types=TOKEN_TYPES,
             norm_placement=config.norm_placement,
             causal=False,
-            activation=exact_gelu,
+            activation=Activation(exact_gelu),
             **place,
         )
         self.seq_length, self.loss_mode = config.seq_length, config.loss_mode

@@ -19,12 +19,11 @@ from core.pipeline_parallel.stage import Batch, Stage, WireSpec
 from core.process_grid import ProcessGrid
 from core.random import DropoutKeys
 from core.tensor_parallel import checkpoint
-from kernels.bias_gelu import bias_gelu
 from models.config import TransformerConfig
 from models.embedding import Embedding
 from models.recompute import RecomputeConfig, Unit
 from models.rotary import rotary_of
-from models.transformer import Activation, Block, Build, Context, Norm
+from models.transformer import GELU, Activation, Block, Build, Context, Norm
 
 
 class Stack(Stage):
@@ -55,7 +54,7 @@ class Stack(Stage):
         token_types: int = 0,
         norm_placement: Literal["pre", "post"] = "pre",
         causal: bool = True,
-        activation: Activation = bias_gelu,
+        activation: Activation = GELU,
         recompute: RecomputeConfig | None = None,
     ) -> None:
         tp = grid.tp

@@ -12,7 +12,6 @@ models.gpt and models.bert (which stack blocks).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -28,7 +27,8 @@ from core.tensor_parallel import (
     RowParallelLinear,
     checkpoint,
 )
-from kernels.bias_gelu import bias_gelu
+from core.tensor_parallel.linear import Activation
+from kernels import bias_gelu
 from kernels.dropout_add import bias_dropout_add
 from kernels.layer_norm import layer_norm
 from kernels.masked_softmax import scaled_masked_softmax
@@ -38,9 +38,6 @@ from models.rotary import Rotary
 
 if TYPE_CHECKING:
     from models.config import GPTConfig
-
-
-Activation = Callable[[Tensor, Tensor | None], Tensor]  # of the linear's output and its bias
 
 
 @dataclass(frozen=True)
@@ -247,6 +244,9 @@ class Attention(nn.Module):
 # ---- MLP -----------------------------------------------------------------------------------------
 
 
+GELU = Activation(bias_gelu.value, bias_gelu.again)
+
+
 def exact_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
     """x Phi(x), BERT's form."""
     return F.gelu(x if bias is None else x + bias)
@@ -263,7 +263,8 @@ def gated_silu(x: Tensor, bias: Tensor | None) -> Tensor:
 class MLP(nn.Module):
     """Two linears around an activation; the inner width f is cut over tp.
 
-    inner  [s, b, f/t]    (twice that, gate and value, for the gated form)
+    inner  [s, b, f/t]    (twice that, gate and value, for the gated form); kept for backward, while
+                          what the activation makes of it is not
     out    [s, b, h]      without the output bias, which is returned beside it
     """
 
@@ -299,7 +300,7 @@ class MLP(nn.Module):
             init_std=config.init_method_std,
             **common,
         )
-        self.activation = gated_silu if gated else activation
+        self.activation = Activation(gated_silu) if gated else activation
         self.down = RowParallelLinear(
             ffn,
             config.hidden_size,
@@ -312,7 +313,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         inner, bias = self.up(x)
-        return self.down(self.activation(inner, bias))
+        return self.down(inner, activation=self.activation, activation_bias=bias)
 
 
 # ---- block ---------------------------------------------------------------------------------------
@@ -356,7 +357,7 @@ class Block(nn.Module):
         *,
         norm_placement: Literal["pre", "post"] = "pre",
         causal: bool = True,
-        activation: Activation = bias_gelu,
+        activation: Activation = GELU,
         rotary: Rotary | None = None,
         again: frozenset[str] = frozenset(),
     ) -> None:
@@ -378,7 +379,7 @@ class Block(nn.Module):
             core_again="core_attn" in again,
         )
         self.mlp_norm = Norm(*norm)
-        activation = squared_relu if config.squared_relu else activation
+        activation = Activation(squared_relu) if config.squared_relu else activation
         self.mlp = MLP(config, layer, build, activation=activation, std_out=std_out)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:

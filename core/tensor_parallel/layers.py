@@ -24,6 +24,7 @@ from core import parallel_state
 from core.shard import Shard
 from core.tensor_parallel.embedding import lookup
 from core.tensor_parallel.linear import (
+    Activation,
     BiasGrad,
     ColumnLinear,
     Linear,
@@ -141,17 +142,17 @@ class _ParallelLayer(nn.Module):
         if self.perform_initialization:
             nn.init.zeros_(self.bias)
 
-    def _call(self, weight: Tensor, bias: Tensor | None, *, reduce_dgrad: bool = False) -> Linear:
+    def _call(self, weight: Tensor, bias: Tensor | None, **options: object) -> Linear:
         return Linear(
             self.group,
             self.tag,
-            reduce_dgrad=reduce_dgrad,
             sequence_parallel=self.sequence_parallel,
             weight=weight,
             bias=bias,
             weight_grad=self.weight_grad,
             bias_grad=self.bias_grad,
             fused=self.gradient_accumulation_fusion,
+            **options,
         )
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
@@ -272,7 +273,7 @@ class ColumnParallelLinear(_ParallelLayer):
         weight = self._own_or_given(weight)
         bias = None if self.skip_bias_add else self.bias
         call = self._call(weight, bias, reduce_dgrad=self.allreduce_dgrad)
-        output = apply_linear(ColumnLinear, input_, weight, bias, call)
+        output = apply_linear(ColumnLinear, input_, weight, bias, call=call)
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather:
             output = gather_from_tensor_model_parallel_region(
@@ -361,14 +362,26 @@ class RowParallelLinear(_ParallelLayer):
         else:
             self.register_parameter("bias", None)
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(output, bias if skip_bias_add else None)."""
+    def forward(
+        self,
+        input_: Tensor,
+        *,
+        activation: Activation | None = None,
+        activation_bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(output, bias if skip_bias_add else None).
+
+        activation  is applied to the input (plus activation_bias) first; its value is not kept
+                    but made again in backward
+        """
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(
                 input_, self.group, tag=f"{self.tag}.scatter"
             )
         bias = None if self.skip_bias_add else self.bias
-        output = apply_linear(RowLinear, input_, self.weight, bias, self._call(self.weight, bias))
+        call = self._call(self.weight, bias, activation=activation)
+        biases = bias, activation_bias
+        output = apply_linear(RowLinear, input_, self.weight, *biases, call=call)
         return output, self.bias if self.skip_bias_add else None
 
     def extra_repr(self) -> str:

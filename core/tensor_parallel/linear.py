@@ -38,6 +38,27 @@ BiasGrad = Callable[[Tensor, Tensor], object]
 
 
 @dataclass(frozen=True)
+class Activation:
+    """A pointwise function between two linears, whose value need not be kept for backward.
+
+    value  (x [..., f], bias [f] or None) -> h, of x + bias
+    both   (dh, x, bias) -> (dx, h): backward, and the value once more; None: by autograd
+    """
+
+    value: Callable[[Tensor, Tensor | None], Tensor]
+    both: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]] | None = None
+
+    def again(self, dh: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(dx, h)"""
+        if self.both is not None:
+            return self.both(dh, x, bias)
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            h = self.value(x, bias)
+        return torch.autograd.grad(h, x, dh)[0], h.detach()
+
+
+@dataclass(frozen=True)
 class Linear:
     """What one call of a linear is told besides its tensors; kept on `ctx` for backward.
 
@@ -46,6 +67,7 @@ class Linear:
     sequence_parallel  column: the input is [s/t, b, h] and gathered; row: the output is scattered
     weight, bias       the parameters, as `weight_grad` and `bias_grad` get them
     fused              without `weight_grad`: add to weight.main_grad, as Megatron's fusion does
+    activation         row: the input goes through it first
     """
 
     group: Group
@@ -57,6 +79,7 @@ class Linear:
     weight_grad: WeightGrad | None = None
     bias_grad: BiasGrad | None = None
     fused: bool = False
+    activation: Activation | None = None
 
     def gradient_of_weight(self, dy: Tensor, x: Tensor) -> Tensor | None:
         """dw = dy' x  [out, in], for autograd; None when it was handed on."""
@@ -166,12 +189,19 @@ class RowLinear(Function):
     dw_cut  [h, n/t]       wgrad    dy' x_cut
     db      [h]                     column sums of my dy: of my tokens only under sequence
                                     parallelism, to be added over tp (Shard.sum_over)
+
+    With an activation, act(x_cut + b_act) stands for x_cut; only x_cut is kept for backward.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, call: Linear) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, b_act: Tensor | None, call: Linear
+    ) -> Tensor:
         ctx.call = call
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        needed = ctx.needs_input_grad[1] or call.activation is not None
+        ctx.save_for_backward(x if needed else None, weight, b_act)
+        if call.activation is not None:
+            x = call.activation.value(x, b_act)
         if call.group.size == 1:
             return _multiply(x, weight, bias)
         y = _multiply(x, weight, None)
@@ -184,30 +214,37 @@ class RowLinear(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
-        x, weight = ctx.saved_tensors
-        call, (needs_x, needs_weight, needs_bias, _) = ctx.call, ctx.needs_input_grad
+        x, weight, b_act = ctx.saved_tensors
+        call, (needs_x, needs_weight, needs_bias, needs_b_act, _) = ctx.call, ctx.needs_input_grad
         whole = Pending((), dy)
         if call.sequence_parallel:
             whole = start_all_gather(dy, call.group, tag=f"{call.tag}.grad")
         db = call.gradient_of_bias(_rows(dy)) if needs_bias else None
         dy = whole.wait()
         flat = _rows(dy)
-        dx = (flat @ weight).view(*dy.shape[:-1], weight.shape[1]) if needs_x else None
+        dx = db_act = None
+        if needs_x or call.activation is not None:
+            dx = (flat @ weight).view(*dy.shape[:-1], weight.shape[1])
+        if call.activation is not None:
+            dx, x = call.activation.again(dx, x, b_act)
+        if needs_b_act:
+            db_act = _rows(dx).sum(0, dtype=torch.promote_types(dx.dtype, torch.float32))
+            db_act = db_act.to(b_act.dtype)
         dw = call.gradient_of_weight(flat, _rows(x)) if needs_weight else None
-        return dx, dw, db, None
+        return dx, dw, db, db_act, None
 
 
 def apply_linear(
-    function: type[Function], x: Tensor, weight: Tensor, bias: Tensor | None, call: Linear
+    function: type[Function], x: Tensor, weight: Tensor, *biases: Tensor | None, call: Linear
 ) -> Tensor:
     """Runs one of the two, in autocast's type where autocast is on."""
+    operands = [x, weight, *biases]
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = (
-            t.to(dtype) if t is not None and t.dtype != torch.float64 else t
-            for t in (x, weight, bias)
-        )
-    return function.apply(x, weight, bias, call)
+        operands = [
+            t.to(dtype) if t is not None and t.dtype != torch.float64 else t for t in operands
+        ]
+    return function.apply(*operands, call)
 
 
 # ---- Megatron's functions -----------------------------------------------------------------------
@@ -259,7 +296,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
         bias_grad=bias_grad,
         fused=gradient_accumulation_fusion,
     )
-    return apply_linear(ColumnLinear, input, weight, bias, call)
+    return apply_linear(ColumnLinear, input, weight, bias, call=call)
 
 
 def linear_with_frozen_weight(
