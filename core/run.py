@@ -21,6 +21,7 @@ from core.data_parallel.config import DataParallelConfig
 from core.data_parallel.ddp import DataParallel
 from core.feed import Feed
 from core.grid import ParallelConfig
+from core.launch.memory import keep_freed_memory
 from core.metrics import Metrics
 from core.optimizer import schedule as schedules
 from core.optimizer.adam import Optimizer
@@ -132,6 +133,8 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
     """Train as `config` says. Returns None when the run is complete, else why it stopped."""
     last = config.train.last_iteration(grid.shape.dp)
     trainer = trainer_of(config, grid, inputs)
+    if grid.device.type == "cpu":
+        keep_freed_memory()
     trainer.open_wires()
     checkpoints = Checkpoints(config.checkpoint, trainer, inputs.record, inputs.model_record)
     state = checkpoints.load()

@@ -77,6 +77,7 @@ def ours() -> Callable[[], None]:
 
     from core.data_parallel.ddp import DataParallel
     from core.feed import Feed
+    from core.launch.memory import keep_freed_memory
     from core.optimizer.adam import Optimizer
     from core.optimizer.config import OptimizerConfig
     from core.optimizer.schedule import Schedule
@@ -106,6 +107,7 @@ def ours() -> Callable[[], None]:
     schedule = Schedule.of(config, train_samples=100_000, global_batch_size=BATCH)
     sizes = TrainConfig(micro_batch_size=BATCH).batch_schedule(1)
     trainer = Trainer(grid, stages, replicas, optimizer, schedule, sizes, row_maker(None, 1, 0))
+    keep_freed_memory()
     tokens, labels = (t.numpy() for t in batch())
     row = {
         "tokens": tokens,
