@@ -8,7 +8,7 @@ cut over tp under sequence parallelism, T = s b, and what is cut over tp anyway 
     linears    2 R h before qkv and up, T a d before out
     attention  T (a + 2 g) d    + T (a + g) d rotated or normed    + T a d with grouped queries
                + b a s^2 twice, and as many bytes, with dropout (T a log-sums without)
-    mlp        T f twice (gated: three times)
+    mlp        T f (gated: twice), before the activation, which is made again
 
 tests/models/test_activations.py compares with what is kept on a CPU. Neighbours: flops.py (the
 other arithmetic on shapes), core/memory_report.py (which prints it).
@@ -56,7 +56,7 @@ def layer_parts(config: TransformerConfig, cut: Cut) -> dict[str, int]:
         core += tokens * (2 * a - (g if made else 0)) * d * e if grouped else 0
     else:
         core = tokens * a * 4
-    ways = 3 if config.swiglu else 2
+    ways = 2 if config.swiglu else 1
     dropped = 2 * rows * h if config.hidden_dropout else 0
     return {
         "norm_inputs": 2 * rows * (h * max(e, 4) + stats) + dropped,
@@ -117,8 +117,9 @@ def kept_bytes(
         else:
             kept += selective * len(unit.layers)
     # A stage's last layers go first: they are gone when its first ones are computed again. In the
-    # last layer, the MLP's part is gone when attention's core is.
-    gone = sum(parts.values()) - parts["core_attn"] - parts["projections"] - sum(again.values())
-    core = again.get("core_attn", 0) - gone // 2
-    passing = max(again.get("mlp", 0), core, 0) if kept else 0
+    # last layer, the MLP and its norm are gone when attention's core is.
+    norms = parts["norm_inputs"]
+    norms += 0 if "layernorm" in recompute.modules else parts["norm_outputs"]
+    gone = norms // 2 + (0 if "mlp" in again else parts["mlp"])
+    passing = max(again.get("mlp", 0), again.get("core_attn", 0) - gone, 0) if kept else 0
     return StageBytes(kept + inputs, inputs + max(kept + passing, largest))

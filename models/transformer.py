@@ -12,6 +12,7 @@ models.gpt and models.bert (which stack blocks).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -256,6 +257,11 @@ def squared_relu(x: Tensor, bias: Tensor | None) -> Tensor:
     return F.relu(x if bias is None else x + bias).square()
 
 
+def squared_relu_again(dh: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    r = F.relu(x if bias is None else x + bias)
+    return dh * r * 2, r.square()
+
+
 def gated_silu(x: Tensor, bias: Tensor | None) -> Tensor:
     return swiglu(x if bias is None else x + bias)
 
@@ -379,7 +385,8 @@ class Block(nn.Module):
             core_again="core_attn" in again,
         )
         self.mlp_norm = Norm(*norm)
-        activation = Activation(squared_relu) if config.squared_relu else activation
+        if config.squared_relu:
+            activation = Activation(squared_relu, squared_relu_again)
         self.mlp = MLP(config, layer, build, activation=activation, std_out=std_out)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:

@@ -99,7 +99,7 @@ def test_full_needs_a_fourth_of_the_memory():
 
 
 @pytest.mark.parametrize(
-    ("way", "most"), [(CORE, 0.7), (MLP, 0.8), (PARTS, 0.5), (FIRST, 0.95)], ids=str
+    ("way", "most"), [(CORE, 0.7), (MLP, 0.85), (PARTS, 0.5), (FIRST, 0.95)], ids=str
 )
 def test_the_other_ways_need_less(way, most):
     world, model = Group.single("world"), replace(DEEP, **WITH_DROPOUT)
@@ -112,5 +112,6 @@ def test_an_input_that_is_cut_over_tp_takes_half(ranks):
         ranks.run(most_saved, DEEP, Layout(tp=2, recompute=way), size=2)[0]
         for way in (FULL, (*FULL, ("distribute_saved_activations", True)))
     )
-    inputs = 12 * DEEP.seq_length * 2 * DEEP.hidden_size * 4
-    assert whole - cut == pytest.approx(inputs // 2, rel=0.1)
+    one = DEEP.seq_length * 2 * DEEP.hidden_size * 4
+    # the layer that is computed again has its whole input beside the cut one
+    assert whole - cut == pytest.approx(12 * one // 2 - one, rel=0.1)
