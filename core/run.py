@@ -22,6 +22,7 @@ from core.data_parallel.ddp import DataParallel
 from core.feed import Feed
 from core.grid import ParallelConfig
 from core.launch.memory import keep_freed_memory
+from core.memory_report import MemoryReport
 from core.metrics import Metrics
 from core.optimizer import schedule as schedules
 from core.optimizer.adam import Optimizer
@@ -159,17 +160,18 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
         elif state.iteration >= last:
             metrics.message(f"nothing to do: iteration {state.iteration} of {last} is complete")
         else:
-            stopped = train(
-                trainer,
-                state,
-                data.train,
-                limits=limits(config, last),
-                reporter=metrics,
-                save=checkpoints.save if config.checkpoint.save else None,
-                valid=data.held_out.get("valid", ()),
-                stop_requested=inputs.stop_requested,
-                at_step=inputs.at_step,
-            )
+            with MemoryReport(trainer, metrics.message, inputs.at_step) as memory:
+                stopped = train(
+                    trainer,
+                    state,
+                    data.train,
+                    limits=limits(config, last),
+                    reporter=metrics,
+                    save=checkpoints.save if config.checkpoint.save else None,
+                    valid=data.held_out.get("valid", ()),
+                    stop_requested=inputs.stop_requested,
+                    at_step=memory.at_step,
+                )
             if stopped is None and "test" in data.held_out:
                 test = data.held_out["test"]
                 report_evaluation(

@@ -19,6 +19,8 @@ from core.pipeline_parallel.stage import Batch, Stage, WireSpec
 from core.process_grid import ProcessGrid
 from core.random import DropoutKeys
 from core.tensor_parallel import checkpoint
+from core.tensor_parallel.output_loss_operands import default_chunk
+from models.activations import Cut, end_bytes, kept_bytes, loss_buffer_bytes
 from models.config import TransformerConfig
 from models.embedding import Embedding
 from models.recompute import RecomputeConfig, Unit
@@ -87,6 +89,27 @@ class Stack(Stage):
             for block in self.blocks_of(unit):
                 block.recomputed = unit.again
         self.final_norm = Norm(*norm) if self.is_last and norm_placement == "pre" else None
+        self._predict_memory(config, recompute, layers, micro_batch_size)
+
+    def _predict_memory(
+        self,
+        config: TransformerConfig,
+        recompute: RecomputeConfig,
+        layers: Sequence[int],
+        batch: int,
+    ) -> None:
+        cut = Cut(batch, self.tp.size, self.sequence_parallel, self.build.dtype.itemsize)
+        blocks = kept_bytes(config, recompute, layers, cut)
+        ends = end_bytes(config, cut, self.is_first, self.is_last)
+        self.saved_bytes = (blocks.kept + ends, blocks.most + ends)
+        if self.is_last:
+            chunk, ways = None, self.tp.size
+            if config.loss_mode != "unfused":
+                weight = torch.empty(0, dtype=self.build.dtype, device=self.build.device)
+                columns = -(-config.vocab_size // ways)
+                chunk = default_chunk(config.loss_mode, columns, weight, ways)
+            at_once = 2 if ways > 1 else 1
+            self.loss_bytes = loss_buffer_bytes(config, cut, chunk=chunk, at_once=at_once)
 
     def _embedding(
         self, config: TransformerConfig, build: Build, token_types: int, norm: Norm | None

@@ -16,7 +16,6 @@ if any of it does not hold.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from core.comm import Group
 from models.config import GPTConfig
-from tests.layouts import Outcome, outcome
+from tests.layouts import Outcome, deviation, outcome
 from tests.ranks import RankPool
 from tests.training import GPT2, LLAMA, WITH_DROPOUT, Layout
 
@@ -60,13 +59,6 @@ def layouts() -> Iterator[tuple[int, Layout]]:
                                 global_batch_size=SAMPLES,
                             ),
                         )
-
-
-def deviation(found: Sequence[float], wanted: Sequence[float]) -> float:
-    """The largest relative one; infinite where a number is missing or not finite."""
-    if len(found) != len(wanted) or not all(map(math.isfinite, found)):
-        return math.inf
-    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
 
 
 def compare(runs: list[Outcome], one: Outcome, limit: float) -> tuple[float, float, list[str]]:

@@ -8,8 +8,9 @@ the traffic of a step beside core.traffic's prediction.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
 from torch import Tensor
@@ -52,6 +53,13 @@ def outcome(world: Group, model: GPTConfig, layout: Layout, steps: int) -> Outco
             traffic = recorded(trainer), predicted(trainer, model, layout)
     losses.append(trainer.evaluate(feed, 2)["lm_loss"])
     return Outcome(losses, norms, initial, digests(trainer), traffic)
+
+
+def deviation(found: Sequence[float], wanted: Sequence[float]) -> float:
+    """The largest relative one; infinite where a number is missing or not finite."""
+    if len(found) != len(wanted) or not all(map(math.isfinite, found)):
+        return math.inf
+    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
 
 
 def digests(trainer: Trainer) -> dict[str, str]:

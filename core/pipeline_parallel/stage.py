@@ -71,8 +71,13 @@ class Stage(nn.Module):
     wire      what this stage receives and sends; all stages of a model share it
     upstream  the gradient that the loss's backward starts from: 1, or a loss scale
     reports   names of the sums that the last stage makes, the same on every stage
+
+    For the memory report, where a model says so: bytes that autograd keeps of a microbatch and the
+    most while its backward runs (saved_bytes), and those of the loss's own buffer (loss_bytes).
     """
 
+    saved_bytes: tuple[int, int] = (0, 0)
+    loss_bytes: int = 0
     reports: tuple[str, ...] = ("loss", "tokens")
 
     def __init__(self, index: int, count: int, wire: WireSpec) -> None:
