@@ -10,6 +10,7 @@ and replaced, and the failure is raised in the test with its rank, traceback and
 The fixture is in tests/conftest.py; tests/test_ranks.py shows what a failure looks like.
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -216,6 +217,7 @@ def _serve(pipe: Connection, line: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported so far is never garbage: _forget has little to look at
     state: dict[str, Any] = {"main": threading.get_ident(), "world": None}
     threading.Thread(target=_answer_line, args=(line, state), daemon=True).start()
     while True:
@@ -270,6 +272,7 @@ def _forget(state: dict[str, Any]) -> None:
     group._WRAPPED.clear()
     if parallel_state := sys.modules.get("core.parallel_state"):
         parallel_state.destroy_model_parallel()
+    gc.collect()  # what a run built holds its groups in cycles; their threads would stay
     if dist.is_initialized():
         dist.destroy_process_group()
 
