@@ -38,6 +38,7 @@ from kernels.swiglu import swiglu
 from models.rotary import Rotary
 
 if TYPE_CHECKING:
+    from models.cache import KeyValueCache
     from models.config import GPTConfig
 
 
@@ -49,12 +50,14 @@ class Context:
     mask        None, or [b, 1, s, s] bool: True where a query (row) may look at a key (column)
     dropout     keys of this microbatch's masks, None when nothing is dropped (evaluation)
     first_row   number of my first sequence position: nonzero under sequence parallelism
+    cache       keys and values of tokens read before, when text is generated
     """
 
     rotary: tuple[Tensor, Tensor] | None = None
     mask: Tensor | None = None
     dropout: DropoutKeys | None = None
     first_row: int = 0
+    cache: KeyValueCache | None = None
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,8 @@ class Attention(nn.Module):
         if self.rotary is not None:
             q, k = self.rotary(q, context.rotary), self.rotary(k, context.rotary)
         q, k, v = (y.permute(1, 2, 0, 3) for y in (q, k, v))  # [b, a/t or g/t, s, d]
+        if context.cache is not None:
+            k, v = context.cache.extend(self.layer, k, v)
         if self.core_again and torch.is_grad_enabled():
             y = checkpoint(self._core, False, q, k, v, context, preserve_rng_state=False)
         else:

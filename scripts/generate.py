@@ -3,13 +3,16 @@
     python scripts/generate.py --load D --prompt 'def ' --prompt 'import ' --max-new-tokens 100
     python scripts/generate.py --load D --prompt 'def ' --temperature 0          the likeliest token
     python scripts/generate.py --load D --perplexity FILE
+    python scripts/generate.py --load D --nproc 2 --prompt 'def '               tensor parallel 2
 
-One process, whatever layout wrote the checkpoint. The model's shape and the tokenizer come from the
-settings that it keeps; tokenizer flags given here win. A model trained without a tokenizer reads
-and writes token numbers. The same seed gives the same text for a prompt, alone or among others.
+Whatever layout wrote the checkpoint, it is read by one process, or by --nproc ranks that cut the
+model between them. The model's shape and the tokenizer come from the settings that it keeps;
+tokenizer flags given here win. A model trained without a tokenizer reads and writes token numbers.
+The same seed gives the same text for a prompt, alone or among others, on one rank or several.
 
-In this order: `read_model`, `choose` (a token from logits), `generate`, `perplexity`. All tokens of
-the window are computed again for every new one.
+In this order: `read_model`, `choose` (a token from logits), `generate`, `perplexity`. Keys and
+values are kept from token to token. A text longer than the model's window is read through a window
+that moves: there every token of it is computed again for each new one.
 """
 
 from __future__ import annotations
@@ -29,36 +32,63 @@ from torch import Tensor
 from core.checkpoint.errors import CheckpointError
 from core.checkpoint.pieces import shard_pieces
 from core.checkpoint.reader import Checkpoint, open_checkpoint
+from core.comm import Group, all_gather
 from core.config_record import from_json
+from core.grid import RankGrid
+from core.launch import LaunchError, find_here, launch, supervise
 from core.process_grid import ProcessGrid
 from core.shard import shard_of
+from core.train_config import LaunchConfig
 from data.index_format import DataError
 from data.tokenizer import NullTokenizer, build_tokenizer
+from models.cache import KeyValueCache
 from models.config import GPTConfig
 from models.gpt import GPTStage, build_stages
 
+HANG = 3600.0  # seconds without a token: there are no steps to learn from
 TOKENIZER_FLAGS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else list(argv)
     args = parse_args(argv)
+    if args.nproc == 1:
+        return answer(args, ProcessGrid.single())
+    try:
+        place = find_here(args.nproc)
+    except LaunchError as error:
+        print(f"generate.py: {error}", file=sys.stderr)
+        return 2
+    if place.children:
+        return supervise(place, argv)
+    with launch(place, LaunchConfig(hang_timeout_seconds=HANG)) as world:
+        grid = ProcessGrid.build(RankGrid(tp=world.size), world.group, world.device)
+        return answer(args, grid)
+
+
+def answer(args: argparse.Namespace, grid: ProcessGrid) -> int:
+    """On every rank; rank 0 prints."""
+    speaks = grid.world.rank == 0
     try:
         check(args)
         checkpoint = open_checkpoint(args.load, args.ckpt_step)
-        model = read_model(checkpoint)
+        model = read_model(checkpoint, grid)
         tokenizer = tokenizer_of(checkpoint, args)
         # rows that no token has belong to no text
         model = replace(model, vocab_size=min(model.vocab_size, tokenizer.vocab_size))
         if args.perplexity:
-            print(perplexity(model, tokenizer, Path(args.perplexity).read_text(encoding="utf-8")))
+            said = perplexity(model, tokenizer, Path(args.perplexity).read_text(encoding="utf-8"))
+            if speaks:
+                print(said)
             return 0
         prompts = [encoded(model, tokenizer, prompt) for prompt in args.prompt]
     except (CheckpointError, DataError, ValueError, OSError) as error:
-        print(f"generate.py: {error}", file=sys.stderr)
+        if speaks:
+            print(f"generate.py: {error}", file=sys.stderr)
         return 2
     how = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     results = generate(model, prompts, args.max_new_tokens, how, args.num_samples, tokenizer.eod)
-    for n, tokens in enumerate(results):
+    for n, tokens in enumerate(results if speaks else ()):
         if len(results) > 1:
             which = f"prompt {n // args.num_samples + 1}"
             which += f", sample {n % args.num_samples + 1}" if args.num_samples > 1 else ""
@@ -81,6 +111,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--top-k", type=int, default=0, help="choose among the k likeliest; 0: among all")
     add("--top-p", type=float, default=1.0, help="choose among the likeliest that make up p")
     add("--seed", type=int, default=1234, help="of the choices")
+    add("--nproc", type=int, default=1, help="ranks that cut the model between them (tp)")
     add("--perplexity", metavar="FILE", help="measure a text file instead of writing text")
     for name in TOKENIZER_FLAGS:
         add(f"--{name.replace('_', '-')}", help="as for training (default: as trained)")
@@ -108,22 +139,30 @@ def check(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Model:
-    """A whole model in one stage, for evaluation; `window` is the longest text it can look at."""
+    """A model in one stage, cut over `tp`, for evaluation; `window` is the longest text it can look
+    at."""
 
     stage: GPTStage
     window: int
     vocab_size: int
+    tp: Group
 
 
-def read_model(checkpoint: Checkpoint) -> Model:
+def read_model(checkpoint: Checkpoint, grid: ProcessGrid | None = None) -> Model:
+    """Raises ValueError when it cannot be cut over the ranks, CheckpointError."""
+    grid = grid or ProcessGrid.single()
     if "config" not in checkpoint.meta:
         raise CheckpointError(f"{checkpoint.path} keeps no settings; pretrain_gpt.py writes them")
     config: GPTConfig = from_json(GPTConfig, checkpoint.meta["config"]["model"])
     vocab_size = checkpoint.meta["model"]["vocab_size"]
     config = replace(config, vocab_size=vocab_size, label_smoothing=0.0, z_loss=0.0)
+    if problems := list(config.layout_problems(grid.tp.size, False)):
+        ways = f"--nproc {grid.tp.size}"
+        flag = f"--tensor-model-parallel-size {grid.tp.size}"
+        raise ValueError("; ".join(problems).replace(flag, ways))
     (stage,) = build_stages(
         config,
-        ProcessGrid.single(),
+        grid,
         micro_batch_size=1,
         sequence_parallel=False,
         seed=0,
@@ -132,9 +171,11 @@ def read_model(checkpoint: Checkpoint) -> Model:
     checkpoint.fill(
         piece
         for name, param in stage.named_parameters()
-        for piece in shard_pieces(f"model/{name}", param.detach(), shard_of(param), 0, 1)
+        for piece in shard_pieces(
+            f"model/{name}", param.detach(), shard_of(param), grid.tp.rank, grid.tp.size
+        )
     )
-    return Model(stage.eval().requires_grad_(False), config.max_positions, vocab_size)
+    return Model(stage.eval().requires_grad_(False), config.max_positions, vocab_size, grid.tp)
 
 
 def tokenizer_of(checkpoint: Checkpoint, args: argparse.Namespace):
@@ -207,38 +248,73 @@ def generate(
     how: Sampling,
     num_samples: int = 1,
     eod: int | None = None,
+    cached: bool = True,
 ) -> list[list[int]]:
-    """Each prompt, `num_samples` times, with up to `new_tokens` more; a text ends before `eod`."""
+    """Each prompt, `num_samples` times, with up to `new_tokens` more; a text ends before `eod`.
+
+    cached: keep keys and values from token to token
+    """
     texts = [list(prompt) for prompt in prompts for _ in range(num_samples)]
     draws = []
     for n in range(len(texts)):
         generator = torch.Generator().manual_seed(how.seed * 1_000_003 + n)
         draws.append(torch.rand(new_tokens, generator=generator, dtype=torch.float64).tolist())
     unfinished = list(range(len(texts)))
+    capacity = min(model.window, max(map(len, texts)) + new_tokens)
+    cache = KeyValueCache(len(texts), capacity) if cached else None
     for step in range(new_tokens):
-        logits = next_logits(model, [texts[n][-model.window :] for n in unfinished])
+        if max(len(texts[n]) for n in unfinished) > model.window:
+            cache = None  # the window moves: every position changes
+        logits = next_logits(model, [texts[n][-model.window :] for n in unfinished], cache)
         chosen = [
             (n, choose(row, how, draws[n][step]))
             for n, row in zip(unfinished, logits, strict=True)
         ]
-        unfinished = [n for n, token in chosen if token != eod]
-        for n, token in chosen:
-            if token != eod:
-                texts[n].append(token)
+        going = [row for row, (_, token) in enumerate(chosen) if token != eod]
+        unfinished = [chosen[row][0] for row in going]
+        for n, token in (chosen[row] for row in going):
+            texts[n].append(token)
         if not unfinished:
             break
+        if cache is not None and len(going) < len(chosen):
+            cache.keep(going)
     return texts
 
 
-def next_logits(model: Model, windows: Sequence[Sequence[int]]) -> Tensor:
-    """[number of windows, v]: what follows each; short ones are padded behind, out of sight."""
-    lengths = [len(window) for window in windows]
-    tokens = torch.zeros(len(windows), max(lengths), dtype=torch.int64)
-    for row, window in zip(tokens, windows, strict=True):
-        row[: len(window)] = torch.tensor(window)
-    hidden = model.stage.hidden(batch_of(tokens), None)  # [s, b, h]
-    last = hidden[torch.tensor(lengths) - 1, torch.arange(len(windows))]
-    return model.stage.logits(last.unsqueeze(0))[0, :, : model.vocab_size]
+def next_logits(
+    model: Model, windows: Sequence[Sequence[int]], cache: KeyValueCache | None = None
+) -> Tensor:
+    """[number of windows, v]: what follows each; short ones are padded behind, out of sight.
+
+    With a cache only the tokens that it has not seen are read.
+    """
+    seen = [0] * len(windows) if cache is None else cache.lengths
+    fresh = [window[n:] for window, n in zip(windows, seen, strict=True)]
+    tokens = torch.zeros(len(windows), max(map(len, fresh)), dtype=torch.int64)
+    for row, new in zip(tokens, fresh, strict=True):
+        row[: len(new)] = torch.tensor(new)
+    positions = torch.tensor(seen).unsqueeze(1) + torch.arange(tokens.shape[1])
+    hidden = hidden_of(model.stage, {"tokens": tokens, "position_ids": positions}, cache)
+    ends = torch.tensor([len(new) - 1 for new in fresh])
+    last = hidden[ends, torch.arange(len(windows))].unsqueeze(0)  # [1, b, h]
+    logits = all_gather(model.stage.logits(last)[0], model.tp, dim=1, tag="generate.logits")
+    if cache is not None:
+        cache.lengths = [len(window) for window in windows]
+    return logits[:, : model.vocab_size]
+
+
+def hidden_of(
+    stage: GPTStage, batch: dict[str, Tensor], cache: KeyValueCache | None
+) -> Tensor:
+    """[s, b, h] behind the final norm."""
+    if cache is None:
+        return stage.hidden(batch, None)
+    cache.positions = batch["position_ids"]
+    context = replace(stage.context(batch), mask=cache.mask(), cache=cache)
+    x = stage.embedding(batch["tokens"], batch["position_ids"], context)
+    for block in stage.layers.values():
+        x = block(x, context)
+    return stage.final_norm(x)
 
 
 def batch_of(tokens: Tensor) -> dict[str, Tensor]:

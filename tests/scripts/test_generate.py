@@ -2,16 +2,27 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from core.checkpoint.reader import open_checkpoint
 from core.comm import Group
+from core.grid import RankGrid
+from core.process_grid import ProcessGrid
 from data.bpe import byte_characters
+from models.gpt import build_stages
 from scripts import generate as script
 from scripts.generate import Sampling, choose, generate, main, next_logits, read_model
 from tests.recipe import run_recipe, write_corpus
+from tests.training import GPT2
+
+ROOT = Path(__file__).parents[2]
 
 LLAMA = """--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --untie-embeddings-and-output-weights --label-smoothing 0.1""".split()
@@ -73,6 +84,77 @@ def test_a_text_ends_before_the_end_of_document(counter):
     model = read_model(open_checkpoint(counter))
     texts = generate(model, [[7], [20]], 6, Sampling(temperature=0), eod=10)
     assert texts == [[7, 8, 9], [20, 21, 22, 23, 24, 25, 26]]
+
+
+def random_model(**changes):
+    """Untrained, with weights large enough that texts wander."""
+    config = replace(GPT2, vocab_size=50, init_method_std=0.5, **changes)
+    grid = ProcessGrid.single()
+    (stage,) = build_stages(
+        config, grid, micro_batch_size=1, sequence_parallel=False, seed=3, dtype=torch.float64
+    )
+    stage.eval().requires_grad_(False)
+    return script.Model(stage, config.max_positions, 50, grid.tp)
+
+
+SHAPES = {
+    "gpt2": {},
+    "llama": {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+              "group_query_attention": True, "num_query_groups": 2, "qk_layernorm": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "how", [Sampling(temperature=0), Sampling(), Sampling(1.3, top_k=9), Sampling(0.8, top_p=0.7)]
+)
+def test_what_is_kept_changes_no_text(shape, how):
+    """Prompts of unlike lengths, texts that end early, and texts that outgrow the window."""
+    model = random_model(**SHAPES[shape])
+    prompts = [[1, 2, 3, 4, 5, 6, 7], [9], [30, 31]]
+    kept = generate(model, prompts, 22, how, num_samples=2, eod=11)
+    assert kept == generate(model, prompts, 22, how, num_samples=2, eod=11, cached=False)
+    assert max(map(len, kept)) > model.window
+
+
+def test_only_new_tokens_are_read(monkeypatch):
+    model, read, hidden_of = random_model(), [], script.hidden_of
+
+    def watched(stage, batch, cache):
+        read.append(tuple(batch["tokens"].shape))
+        return hidden_of(stage, batch, cache)
+
+    monkeypatch.setattr(script, "hidden_of", watched)
+    generate(model, [[1, 2, 3, 4], [5]], 5, Sampling(temperature=0))
+    assert read == [(2, 4), (2, 1), (2, 1), (2, 1), (2, 1)]
+
+
+def texts_at(world, folder, how):
+    grid = ProcessGrid.build(RankGrid(tp=world.size), world)
+    model = read_model(open_checkpoint(folder), grid)
+    return generate(model, [[5, 6], [30]], 20, how, num_samples=2)
+
+
+@pytest.mark.parametrize("how", [Sampling(temperature=0), Sampling(2.0, top_k=20, top_p=0.9)])
+def test_the_text_is_the_same_at_any_tp(ranks, counter, how):
+    alone = texts_at(Group.single("world"), counter, how)
+    assert ranks.run(texts_at, counter, how, size=2) == [alone, alone]
+
+
+def test_ranks_from_the_command_line(counter):
+    command = [sys.executable, "scripts/generate.py", "--load", counter, "--nproc", "2"]
+    command += ["--temperature", "0", "--prompt", "5 6 7", "--max-new-tokens", "4"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "5 6 7 8 9 10 11\n", "")
+    command[5] = "3"
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("--num-attention-heads 4 does not divide by --nproc 3") == 1
 
 
 # ---- choosing ------------------------------------------------------------------------------------
