@@ -67,6 +67,7 @@ class Layout:
     sharding  over dp                      overlap   communication of gradients and parameters
     bucket    --ddp-bucket-size            global_batch_size    samples of a step
     precision settings of PrecisionConfig          recompute those of RecomputeConfig
+    rampup    --rampup-batch-size
     """
 
     tp: int = 1
@@ -82,6 +83,7 @@ class Layout:
     precision: tuple[tuple[str, object], ...] = ()
     global_batch_size: int = 8
     recompute: tuple[tuple[str, object], ...] = ()
+    rampup: tuple[int, int, int] | None = None
 
     def __str__(self) -> str:
         """What differs from one process: pp=2,chunks=2"""
@@ -125,6 +127,7 @@ def make_trainer(
     train = TrainConfig(
         micro_batch_size=layout.micro_batch_size,
         global_batch_size=layout.global_batch_size,
+        rampup_batch_size=layout.rampup,
         seed=1,
     )
     placement = layout.placement(model.num_layers)
