@@ -65,7 +65,10 @@ def test_a_step_loaded_from_elsewhere_protects_nothing_here(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_saved_in_the_background_it_is_the_same(ranks, tmp_path, size):
+    """The sharded optimizer's steps go on after a save. (They did not: a save made the memory that
+    parameters are gathered in one that could not be resized.)"""
     flags = ("--train-iters", 4, "--save-interval", 1, "--hidden-dropout", 0.1)
+    flags += ("--use-distributed-optimizer",) if size > 1 else ()
     for name, way in (("plain", ()), ("behind", ("--async-save", "--keep-last", 3))):
         how = (*flags, *way, "--save", tmp_path / name)
         results = ranks.run(run_recipe, *how, size=size)

@@ -193,7 +193,8 @@ class BucketMemory:
         """Fetch all parts of `params` from the ranks that keep them."""
         if self._gathering is not None:
             return
-        self.params.untyped_storage().resize_(self.params.numel() * self.params.element_size())
+        if not self.is_here:  # memory that numpy has looked at, for a save, cannot be resized
+            self.params.untyped_storage().resize_(self.params.numel() * self.params.element_size())
         self._gathering = start_all_gather(self.kept, self.dp, out=self.params, tag="parameters")
 
     def finish_gather(self) -> None:
