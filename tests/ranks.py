@@ -142,7 +142,8 @@ class _Worker:
             return self.pipe.recv()
         except (EOFError, OSError):
             self.process.join(CLEANUP)
-            return Answer(time.monotonic(), story=f"died with exit code {self.process.exitcode}")
+            # dated before all others: they heard of its end before this process did
+            return Answer(0.0, story=f"died with exit code {self.process.exitcode}")
 
     def whereabouts(self) -> str:
         """The stacks and the ledger tail of a process that works, or hangs."""
