@@ -125,13 +125,13 @@ def writes_first(folder: str | None, reads: bool, world: Group) -> bool:
 class Feeder:
     """Makes a Feed of a data set: the arrays named, for this rank's samples; tp rank 0 reads.
 
-    reader             (data set, micro batch, dp rank, dp size, microbatches to read ahead) ->
-                       a Feed's source
+    reader             (data set, micro batch, dp rank, dp size, microbatches to read ahead, names
+                       of arrays besides the sample's number) -> a Feed's source
     integers, floats   names of int64 and float32 arrays
     """
 
     grid: ProcessGrid
-    reader: Callable[[Any, int, int, int, int], Source]
+    reader: Callable[[Any, int, int, int, int, set[str]], Source]
     micro_batch_size: int
     integers: Sequence[str]
     floats: Sequence[str]
@@ -140,5 +140,6 @@ class Feeder:
         grid, source = self.grid, None
         if grid.tp.rank == 0:
             place = (grid.dp_cp.rank, grid.dp_cp.size)
-            source = self.reader(dataset, self.micro_batch_size, *place, ahead)
+            names = {*self.integers, *self.floats} - {"sample"}
+            source = self.reader(dataset, self.micro_batch_size, *place, ahead, names)
         return Feed(source, grid.tp, grid.device, integers=self.integers, floats=self.floats)

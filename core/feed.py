@@ -54,8 +54,15 @@ class Feed:
     def _spread(self, row: dict[str, Tensor] | None) -> dict[str, Tensor]:
         batch: dict[str, Tensor] = {}
         for keys, dtype in self.kinds:
-            data = {k: row[k].to(self.device, dtype) for k in keys} if row is not None else None
+            data = {k: self._moved(row[k], dtype) for k in keys} if row is not None else None
             if self.tp.size > 1:
                 data = broadcast_data(keys, data, dtype, tp_group=self.tp)
             batch.update(data)
         return batch
+
+    def _moved(self, array: Tensor, dtype: torch.dtype) -> Tensor:
+        """On the device; to a GPU from pinned memory, behind what it computes."""
+        array = array.to(dtype)
+        if self.device.type == "cuda":
+            array = array.pin_memory()
+        return array.to(self.device, non_blocking=True)

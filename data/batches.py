@@ -9,12 +9,13 @@ dp_size * micro_batch samples. For global batch 8, micro batch 2, 2 ranks:
     microbatch     0     0     1     1
 
 The number of consumed samples is the only progress there is: a resumed run passes it in and goes
-on. Imports numpy only; a dataset is anything whose dataset[n] is a dict of arrays.
+on. Imports numpy only; a dataset is anything whose dataset[n] is a dict of arrays. One that knows
+some of them without reading the sample has part(n, names) -> those, or None if it does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -37,12 +38,31 @@ def microbatch_samples(
 
 
 def microbatches(
-    dataset, consumed: int, global_batch: int, micro_batch: int, dp_rank: int = 0, dp_size: int = 1
+    dataset,
+    consumed: int,
+    global_batch: int,
+    micro_batch: int,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    names: Collection[str] | None = None,
 ) -> Iterator[dict[str, np.ndarray]]:
     """One step's microbatches: dataset arrays stacked to [b, ...], and "sample" int64 [b], the
-    running sample number."""
+    running sample number.
+
+    names  arrays that are looked at, None for all: others may be missing. Where none is, as in the
+           middle of a pipeline, nothing is read
+    """
     for samples in microbatch_samples(consumed, global_batch, micro_batch, dp_rank, dp_size):
-        rows = [dataset[n] for n in samples.tolist()]
+        rows = [_arrays(dataset, n, names) for n in samples.tolist()]
         batch = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
         batch["sample"] = samples
         yield batch
+
+
+def _arrays(dataset, n: int, names: Collection[str] | None) -> dict[str, np.ndarray]:
+    if names is None:
+        return dataset[n]
+    if not names:
+        return {}
+    found = dataset.part(n, names) if hasattr(dataset, "part") else None
+    return dataset[n] if found is None else found

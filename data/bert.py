@@ -14,6 +14,7 @@ data/ only.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -251,23 +252,38 @@ class BertDataset:
         return int((ends - begins).sum())
 
     def __getitem__(self, n: int) -> dict[str, np.ndarray]:
+        draws = uniform(6, self.seed, n << 8 | TEXTS)
+        is_random = int(self.pairs is not None and draws[1] < 0.5)
+        texts = [self.file.read(*span) for span in self._spans(n, draws, is_random)]
+        if self.pairs is not None:
+            texts = shorten(*texts, self._room, draws[4:])
+        return self.sampler.sample(texts, self.seed, n, is_random)
+
+    def part(self, n: int, names: Collection[str]) -> dict[str, np.ndarray] | None:
+        """Where padding begins, which lengths alone tell."""
+        if set(names) != {"padding_mask"}:
+            return None
+        draws = uniform(6, self.seed, n << 8 | TEXTS)
+        spans = self._spans(n, draws, int(self.pairs is not None and draws[1] < 0.5))
+        text = min(self._room, sum(stop - start for start, stop in spans))
+        mask = np.zeros(self.sampler.seq_length, np.int64)
+        mask[: text + 1 + len(spans)] = 1
+        return {"padding_mask": mask}
+
+    def _spans(self, n: int, draws: np.ndarray, is_random: int) -> list[tuple[int, int]]:
+        """The tokens of the file that are sample n's texts, before they are shortened."""
         if n < 0:
             raise IndexError(f"sample {n}: samples count from 0")
         epoch, place = divmod(n, len(self._begins))
         piece = int(self._order_of(epoch)[place])
         if self.pairs is None:
-            text = self.file.read(int(self._begins[piece]), int(self._ends[piece]))
-            return self.sampler.sample([text], self.seed, n)
-        draws = uniform(6, self.seed, n << 8 | TEXTS)
+            return [(int(self._begins[piece]), int(self._ends[piece]))]
         first, second = self._halves(piece, draws[0])
-        is_random = int(draws[1] < 0.5)
         if is_random and self.pairs == "order":
-            first, second = second, first
-        elif is_random:
+            return [second, first]
+        if is_random:
             second = self._halves(self._other(piece, draws[2]), draws[3])[1]
-        return self.sampler.sample(
-            shorten(first, second, self._room, draws[4:]), self.seed, n, is_random
-        )
+        return [first, second]
 
     def prepare(self, n: int, poll: Poll) -> None:
         """Draw the order that sample n lies in now, and not when it is read."""
@@ -305,12 +321,12 @@ class BertDataset:
         starts[inside] = pointers[sequences[inside]] // size
         return starts
 
-    def _halves(self, piece: int, draw: float) -> tuple[np.ndarray, np.ndarray]:
-        """A piece's text, cut at one of its inner sentence bounds."""
+    def _halves(self, piece: int, draw: float) -> tuple[tuple[int, int], tuple[int, int]]:
+        """A piece's tokens, cut at one of its inner sentence bounds."""
         sentences = np.arange(self._begins[piece], self._ends[piece] + 1)
         bounds = np.unique(self._token(sentences)).tolist()
         middle = bounds[1 + int(draw * (len(bounds) - 2))]
-        return self.file.read(bounds[0], middle), self.file.read(middle, bounds[-1])
+        return (bounds[0], middle), (middle, bounds[-1])
 
     def _other(self, piece: int, draw: float) -> int:
         """A piece of another document; of the same where there is no other."""

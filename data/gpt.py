@@ -8,6 +8,7 @@ once, for validation. Imports numpy and its neighbours in data/ only; takes plai
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from fractions import Fraction
 
 import numpy as np
@@ -166,6 +167,12 @@ class GPTDataset:
     def window(self, n: int) -> np.ndarray:
         """The seq_length + 1 tokens of sample n, in the file's dtype."""
         return self._read(*self.index.pieces(n))
+
+    def part(self, n: int, names: Collection[str]) -> dict[str, np.ndarray] | None:
+        """Positions alone, which no text changes unless they are reset."""
+        if set(names) != {"position_ids"} or self._options["reset_position_ids"]:
+            return None
+        return {"position_ids": np.arange(self.seq_length, dtype=np.int64)}
 
     def __getitem__(self, n: int) -> dict[str, np.ndarray]:
         """Sample n; the keys are those of gpt_sample."""

@@ -7,7 +7,7 @@ and its neighbours in data/ only.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 
 import numpy as np
 
@@ -24,19 +24,26 @@ class ReadAhead:
     micro_batch        samples of a microbatch
     dp_rank, dp_size   which of them are this data-parallel rank's
     depth              microbatches that are made ahead; 0: none, and no thread
+    names              arrays that are looked at; None: all
     """
 
     def __init__(
-        self, dataset, micro_batch: int, dp_rank: int = 0, dp_size: int = 1, depth: int = 0
+        self,
+        dataset,
+        micro_batch: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        depth: int = 0,
+        names: Collection[str] | None = None,
     ) -> None:
         self._dataset, self._place = dataset, (micro_batch, dp_rank, dp_size)
-        self._depth = depth
+        self._depth, self._names = depth, names
         self._expected: tuple[int, int] | None = None
         self._items: Generator[Microbatch] | None = None
 
     def __call__(self, consumed: int, global_batch: int) -> Iterator[Microbatch]:
         if not self._depth:
-            yield from microbatches(self._dataset, consumed, global_batch, *self._place)
+            yield from self._step(consumed, global_batch)
             return
         if (consumed, global_batch) != self._expected:
             self.close()
@@ -54,7 +61,11 @@ class ReadAhead:
         if self._items is not None:
             self._items.close()
 
+    def _step(self, consumed: int, global_batch: int) -> Iterator[Microbatch]:
+        place = (*self._place, self._names)
+        return microbatches(self._dataset, consumed, global_batch, *place)
+
     def _steps(self, consumed: int, global_batch: int) -> Iterator[Microbatch]:
         while True:
-            yield from microbatches(self._dataset, consumed, global_batch, *self._place)
+            yield from self._step(consumed, global_batch)
             consumed += global_batch

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
@@ -118,6 +118,12 @@ class MixedDataset(BlendedDataset):
             if data is not None:
                 epochs = count / data.samples_per_epoch
                 yield f"{prefix}: {count:,} samples, {epochs:.3g} epochs"
+
+    def part(self, n: int, names: Collection[str]) -> dict | None:
+        """The arrays named, where the sample's own set knows them without reading it."""
+        which, k = self.locate(n)
+        data = self.datasets[which]
+        return data.part(k, names) if hasattr(data, "part") else None
 
     def prepare(self, n: int, poll: Poll) -> None:
         """Draw the orders that the samples from n on lie in now, and not when they are read."""

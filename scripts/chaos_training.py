@@ -25,8 +25,8 @@ MOMENTS = {  # what is called then: module, class or "", function; and the first
     "training": ("core.train", "Trainer", "train_step", {}),
     "evaluation": ("core.train", "Trainer", "executor", {"forward_only": True}),
     "data building": ("data.gpt", "", "draw_epoch", {}),
-    "save": ("core.checkpoint.files", "", "write_file", {}),
-    "asynchronous save": ("core.checkpoint.files", "", "write_file", {}),
+    "save": ("core.checkpoint.store", "", "_write_tensors", {}),
+    "asynchronous save": ("core.checkpoint.store", "", "_write_tensors", {}),
 }
 IN_FLIGHT = 0.05  # seconds, for a signal to make its way through the parent
 

@@ -33,3 +33,27 @@ def test_arrays_are_stacked_and_numbered():
 def test_indivisible_batch_is_refused():
     with pytest.raises(ValueError, match="--global-batch-size 6 does not divide"):
         microbatch_samples(0, 6, 2, 0, 2)
+
+
+def test_what_nobody_looks_at_is_not_read():
+    """The middle of a GPT's pipeline needs the sample numbers only; a part is taken where the data
+    set knows it, else the sample."""
+    read = []
+
+    class Data:
+        def __getitem__(self, n: int) -> dict:
+            read.append(n)
+            return {"a": np.array(n), "b": np.array(-n)}
+
+        def part(self, n: int, names) -> dict | None:
+            return {"b": np.array(-n)} if set(names) == {"b"} else None
+
+    def arrays(names) -> list[dict]:
+        found = microbatches(Data(), 4, 2, 1, names=names)
+        return [{k: v.tolist() for k, v in batch.items()} for batch in found]
+
+    assert arrays(set()) == [{"sample": [4]}, {"sample": [5]}]
+    assert arrays({"b"}) == [{"b": [-4], "sample": [4]}, {"b": [-5], "sample": [5]}]
+    assert read == []
+    assert arrays({"a"})[0] == {"a": [4], "b": [-4], "sample": [4]}
+    assert arrays(None) == arrays({"a"}) and read == [4, 5] * 3

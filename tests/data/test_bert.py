@@ -96,6 +96,18 @@ def test_next_sentence_pairs_come_from_another_document(prefix):
     assert abs(random - 500) < 5 * np.sqrt(250)
 
 
+@pytest.mark.parametrize("options", [{}, {"pairs": "next"}, {"binary_head": False}], ids=str)
+def test_padding_is_known_without_reading(prefix, monkeypatch, options):
+    """The middle of a pipeline needs no more; here some samples are cut to fit, others padded."""
+    data = BertDataset(prefix, None, 1, sampler(20), **options)
+    whole = [data[n]["padding_mask"] for n in range(200)]
+    assert len({int(mask.sum()) for mask in whole}) > 3
+    monkeypatch.setattr(data.file, "read", None)
+    for n, mask in enumerate(whole):
+        np.testing.assert_array_equal(data.part(n, {"padding_mask"})["padding_mask"], mask)
+    assert data.part(0, {"padding_mask", "tokens"}) is None
+
+
 def test_a_sample_depends_on_data_seed_and_n_alone(prefix):
     """Masks too: not on the order samples are read in, so not on ranks, workers or a restart."""
     data, again = (BertDataset(prefix, None, 1, sampler()) for _ in range(2))
