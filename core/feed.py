@@ -63,6 +63,6 @@ class Feed:
     def _moved(self, array: Tensor, dtype: torch.dtype) -> Tensor:
         """On the device; to a GPU from pinned memory, behind what it computes."""
         array = array.to(dtype)
-        if self.device.type == "cuda":
+        if self.device.type != "cpu":
             array = array.pin_memory()
         return array.to(self.device, non_blocking=True)
