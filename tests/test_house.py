@@ -71,6 +71,7 @@ PURE = (
     "core/traffic.py",
     "core/train_config.py",
     "data/config.py",
+    "models/activations.py",
     "models/config.py",
     "models/flops.py",
     "models/recompute.py",
