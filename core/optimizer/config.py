@@ -19,7 +19,7 @@ class OptimizerConfig:
 
     optimizer: Literal["adam", "sgd", "apex_adam"] = "adam"
     """adam is AdamW (the decay is not part of the gradient); apex_adam insists on NVIDIA apex's."""
-    lr: float = field(metadata={"mock": 3e-3})
+    lr: float = field(metadata={"mock": 1e-3})
     """Peak learning rate."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay and after it."""
