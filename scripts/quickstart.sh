@@ -47,7 +47,7 @@ train=(
     --attention-dropout 0 --hidden-dropout 0
     --data-path $run/corpus_text_document --split $split
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model $run/tokenizer.json
-    --micro-batch-size 8 --global-batch-size $global_batch --train-iters 160
+    --micro-batch-size 8 --global-batch-size $global_batch --train-iters 320
     --lr 3e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 20
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
     --eval-iters "$held_out_batches" --save $run/checkpoints --load $run/checkpoints
