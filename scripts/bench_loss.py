@@ -2,6 +2,7 @@
 
     python scripts/bench_loss.py [--tokens 4096] [--hidden 512] [--vocab 50304] [--dtype float32]
                                  [--threads 2] [--rounds 3] [--only NAMES] [--json FILE]
+                                 [--plot FILE]
 
 Every measurement is a process of its own, and the forms take turns, so that a busy machine hurts
 all alike; the best round counts. Memory is the peak above the operands, and that above operands and
@@ -209,6 +210,32 @@ def table(results: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def draw(results: dict[str, dict], title: str, path: Path) -> None:
+    """Time and memory of every form as bars; needs the package matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = {name: r for name, r in results.items() if "missing" not in r}
+    colours = ["#1f77b4" if name in ("pipelined", "one-shot") else "#bbbbbb" for name in shown]
+    figure, sides = pyplot.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
+    for axis, key, label in zip(
+        sides,
+        ("wall_s", "above_gradients_mib"),
+        ("seconds, forward and backward", "MiB beside operands and gradients"),
+        strict=True,
+    ):
+        bars = axis.barh(list(shown), [r[key] for r in shown.values()], color=colours)
+        axis.bar_label(bars, fmt="%.3g", padding=3)
+        axis.set_xlabel(label)
+        axis.margins(x=0.15)
+        axis.spines[["top", "right"]].set_visible(False)
+    sides[0].invert_yaxis()
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -222,15 +249,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=FORMS, default=FORMS, metavar="NAME")
     parser.add_argument("--no-bf16-units", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the bars (matplotlib)")
     parser.add_argument("--measure", choices=FORMS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
         print(json.dumps(measure(args.measure, args)))
         return
-    print(
+    title = (
         f"{args.tokens} tokens x hidden {args.hidden} x vocabulary {args.vocab}, {args.dtype}, "
         f"{args.threads} threads, best of {args.rounds} rounds"
     )
+    print(title)
     rounds: dict[str, list[dict]] = {name: [] for name in args.only}
     for _ in range(args.rounds):
         for name in args.only:
@@ -239,6 +268,8 @@ def main() -> None:
     print(table(results))
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
+    if args.plot:
+        draw(results, title, args.plot)
 
 
 if __name__ == "__main__":
