@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -244,4 +245,5 @@ def write_json(file: Path | None, figures: dict) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a table is often read through `head`
     sys.exit(main())
