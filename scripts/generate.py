@@ -61,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if place.children:
         return supervise(place, argv)
-    with launch(place, LaunchConfig(hang_timeout_seconds=HANG)) as world:
+    # as one process does, on a CPU: tokens are made there
+    settings = LaunchConfig(distributed_backend="gloo", hang_timeout_seconds=HANG)
+    with launch(place, settings) as world:
         grid = ProcessGrid.build(RankGrid(tp=world.size), world.group, world.device)
         return answer(args, grid)
 
