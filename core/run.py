@@ -156,7 +156,8 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
         if stopped is not None:
             metrics.message(f"stopped before the first step: {stopped.why}")
         elif config.train.skip_train:
-            evaluate_only(trainer, state, data.held_out, config.train.eval_iters, metrics)
+            iterations = config.train.eval_iters
+            stopped = evaluate_only(trainer, state, data.held_out, iterations, metrics, asked)
         elif state.iteration >= last:
             metrics.message(f"nothing to do: iteration {state.iteration} of {last} is complete")
         else:
@@ -253,12 +254,15 @@ def evaluate_only(
     held_out: Mapping[str, Sequence[HeldOut]],
     iterations: int,
     reporter: Metrics,
-) -> None:
+    asked: Callable[[], Stopped | None],
+) -> Stopped | None:
+    """Every split; why it stopped before the end, or None."""
     for name, split in (("valid", "validation"), ("test", "test")):
-        if name in held_out:
-            report_evaluation(
-                trainer, state, held_out[name], iterations, reporter, split=split
-            )
+        if name in held_out and not report_evaluation(
+            trainer, state, held_out[name], iterations, reporter, asked, split
+        ):
+            return asked()
+    return None
 
 
 def pipeline_log(path: str | None, grid: ProcessGrid) -> PipelineLog | None:

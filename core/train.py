@@ -362,10 +362,10 @@ def report_evaluation(
     reporter: Reporter,
     interrupted: Callable[[], object] = lambda: None,
     split: str = "validation",
-) -> None:
+) -> bool:
     """Evaluate and report each set, if there are several, and their weighted mean.
 
-    A stop that is asked for meanwhile ends it at once, with nothing but a line.
+    A stop that is asked for meanwhile ends it at once, with nothing but a line, and returns False.
     """
     when = {"iteration": state.iteration, "consumed_samples": state.consumed_samples}
     full, means = trainer.batch_schedule.full, {}
@@ -374,7 +374,7 @@ def report_evaluation(
         found = trainer.evaluate(held.feed, batches, interrupted)
         if found is None:
             reporter.message(f"{split} at iteration {state.iteration} was abandoned")
-            return
+            return False
         losses = {name: value for name, value in found.items() if name.endswith("_loss")}
         if len(sets) > 1:
             reporter.evaluation({**when, "split": split, "set": held.name, **losses})
@@ -382,6 +382,7 @@ def report_evaluation(
         for name, value in losses.items():
             means[name] = means.get(name, 0.0) + share * value
     reporter.evaluation({**when, "split": split, **means})
+    return True
 
 
 def _due(interval: int | None, iteration: int) -> bool:

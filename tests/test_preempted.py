@@ -1,6 +1,7 @@
-"""Asked to stop while data is built: no step is made, every rank leaves, nothing is lost.
+"""Asked to stop while data is built: no step is made, every rank leaves, nothing is lost. And while
+a run without training evaluates.
 
-In training, in evaluation and while a checkpoint is written: tests/core/test_train.py and
+In training, in evaluation between steps and while a checkpoint is written: tests/core/test_train.py and
 tests/scripts/test_chaos.py, which sends real signals to real runs.
 """
 
@@ -10,6 +11,7 @@ import pytest
 
 import data.gpt
 from core.comm import Group
+from core.train import Trainer
 from tests import recipe
 from tests.recipe import rows, run_recipe, write_corpus
 
@@ -57,3 +59,38 @@ def test_a_signal_while_data_is_built(ranks, tmp_path, size):
     assert rows(tmp_path / "broken.jsonl") == []
     assert [code for code, _ in ranks.run(run_recipe, *mine, size=size)] == [0] * size
     assert rows(tmp_path / "broken.jsonl") == rows(tmp_path / "whole.jsonl") != []
+
+
+def asked_while_evaluating(world: Group, rank: int, batches: int, *flags: object):
+    """(exit code, what was printed, batches evaluated on this rank) of a run of which one rank is
+    asked to stop once it has evaluated so many."""
+    done, evaluated = [], Trainer._reduce
+
+    def counted(trainer, result):
+        done.append(result)
+        return evaluated(trainer, result)
+
+    def stop_requested(_) -> str | None:
+        return "SIGTERM" if world.rank == rank and len(done) >= batches else None
+
+    with (
+        mock.patch.object(Trainer, "_reduce", counted),
+        mock.patch.object(recipe.StandInWorld, "stop_requested", stop_requested),
+    ):
+        return (*run_recipe(world, *flags), len(done))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("batches", [2, 7])
+def test_a_signal_while_a_run_without_training_evaluates(ranks, tmp_path, size, batches):
+    """Whichever of the two splits it comes in."""
+    metrics = tmp_path / "metrics.jsonl"
+    flags = ("--skip-train", "--train-iters", 3, "--eval-iters", 5, "--metrics-file", metrics)
+    results = ranks.run(asked_while_evaluating, size - 1, batches, *flags, size=size)
+    assert [(code, done) for code, _, done in results] == [(85, batches)] * size
+    split = "validation" if batches < 5 else "test"
+    assert f"{split} at iteration 0 was abandoned" in results[0][1]
+    assert len(rows(metrics, "eval")) == batches // 5
+    # asked for when all is done, it changes nothing
+    results = ranks.run(asked_while_evaluating, size - 1, 10, *flags, size=size)
+    assert [(code, done) for code, _, done in results] == [(0, 10)] * size
