@@ -1,8 +1,8 @@
 """Asked to stop while data is built: no step is made, every rank leaves, nothing is lost. And while
 a run without training evaluates.
 
-In training, in evaluation between steps and while a checkpoint is written: tests/core/test_train.py and
-tests/scripts/test_chaos.py, which sends real signals to real runs.
+In training, in evaluation between steps and while a checkpoint is written:
+tests/core/test_train.py and tests/scripts/test_chaos.py, which sends real signals to real runs.
 """
 
 from unittest import mock
