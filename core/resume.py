@@ -6,8 +6,10 @@ run is stored), core.checkpoint (how it is stored).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 
 import torch
 
@@ -17,7 +19,7 @@ from core.checkpoint.reader import Checkpoint, load, to_stderr
 from core.checkpoint.store import Saver
 from core.optimizer import schedule as schedules
 from core.saved_state import pieces
-from core.train import Trainer, TrainState
+from core.train import Trainer, TrainingStopped, TrainState
 from core.train_config import CheckpointConfig
 
 
@@ -56,15 +58,34 @@ class Checkpoints:
             ).__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        """Raises SaveError when the last save of a run has failed, however failures are taken."""
-        if self._saver is not None:
-            self._saver.__exit__(*error)
-            if self._failure is not None and error[0] is None:
-                raise self._failure
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Raises SaveError when the last save of a run has failed, however failures are taken.
 
-    def save(self, state: TrainState) -> None:
-        """Raises SaveError when a save fails; under --on-failed-save continue only at the end."""
+        What ends all ranks together, a NaN or a failed save, waits for the save under way.
+        """
+        if self._saver is None:
+            return
+        if isinstance(error, (TrainingStopped, SaveError)):
+            try:
+                self._saver.close()
+            except SaveError as failure:
+                raise error from failure
+            return
+        self._saver.__exit__(kind, error, trace)
+        if self._failure is not None and error is None:
+            raise self._failure
+
+    def save(self, state: TrainState) -> bool:
+        """Whether it was saved, or is being written. Collective.
+
+        Raises SaveError when a save fails; under --on-failed-save continue only at the end. One
+        that fails in the background is known at the next, which is tried first all the same.
+        """
         trainer, other = self.trainer, self.trainer.vocabulary_schedule
         meta = {
             "state": state.to_json(),
@@ -76,27 +97,24 @@ class Checkpoints:
             "data": self.data_record,
             "layout": {axis: getattr(trainer.grid.shape, axis) for axis in ("tp", "dp", "pp")},
         }
-        if self.config.async_save:
-            self._settle_the_one_before()
-        self._failure = None
-        try:
-            self._saver.save(state.iteration, self._owned(), meta)
-        except SaveError as error:
-            self._take(error)
+        before = self._failure_of(self._saver.wait)
+        self._failure = self._failure_of(
+            lambda: self._saver.save(state.iteration, self._owned(), meta)
+        )
+        for error in filter(None, (before, self._failure)):
+            if self.config.on_failed_save == "stop":
+                raise error
+            if self.trainer.grid.world.rank == 0:
+                to_stderr(f"WARNING: training goes on, as --on-failed-save continue asks: {error}")
+        return self._failure is None
 
-    def _settle_the_one_before(self) -> None:
+    def _failure_of(self, job: Callable[[], object]) -> SaveError | None:
+        """A failed save, the same on every rank."""
         try:
-            self._saver.wait()
+            job()
         except SaveError as error:
-            self._take(error)
-
-    def _take(self, error: SaveError) -> None:
-        """A failed save, the same on every rank: the end of the run, or a warning."""
-        if self.config.on_failed_save == "stop":
-            raise error
-        self._failure = error
-        if self.trainer.grid.world.rank == 0:
-            to_stderr(f"WARNING: training goes on, as --on-failed-save continue asks: {error}")
+            return error
+        return None
 
     def _owned(self):
         trainer = self.trainer

@@ -301,14 +301,15 @@ def train(
     *,
     limits: Limits,
     reporter: Reporter,
-    save: Callable[[TrainState], None] | None = None,
+    save: Callable[[TrainState], bool] | None = None,
     valid: Sequence[HeldOut] = (),
     stop_requested: Callable[[], str | None] = lambda: None,
     at_step: Callable[[int], None] = lambda step: None,
 ) -> Stopped | None:
     """Train until `limits` say so. Returns None when the run is complete.
 
-    save            writes a checkpoint of `state`; called at intervals and when the run ends
+    save            writes a checkpoint of `state`; called at intervals and when the run ends, then
+                    once more if it said that this step's was not written
     valid           what is evaluated at intervals, and when the run is complete
     stop_requested  a reason to stop after this step (a signal), or None; asked on every rank, and
                     one rank's reason is everybody's
@@ -338,8 +339,8 @@ def train(
             report_evaluation(trainer, state, valid, limits.eval_iters, reporter, asked)
         if save is not None and _due(limits.save_interval, state.iteration):
             with trainer.grid.ledger.timed("checkpoint"):
-                save(state)
-            saved_at = state.iteration
+                if save(state):
+                    saved_at = state.iteration
         stopped = asked()
         if stopped is None and _due(limits.exit_interval, state.iteration):
             stopped = Stopped(f"--exit-interval {limits.exit_interval}", planned=True)

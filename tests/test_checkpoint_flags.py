@@ -6,12 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import pretrain_gpt
-from core.checkpoint import files
+from core.checkpoint import files, store
 from core.checkpoint.directory import saved_iterations
 from core.checkpoint.errors import CheckpointError, MissingCheckpoint, SaveError
 from core.checkpoint.preflight import problems
@@ -19,6 +20,7 @@ from core.checkpoint.reader import open_checkpoint
 from core.checkpoint_args import with_checkpoint_args
 from core.comm import Group
 from core.config import parse
+from core.train import Trainer, TrainingStopped
 from core.train_config import CheckpointConfig
 from scripts import convert_hf
 from tests.recipe import TINY, assert_same_bits, contents, rows, run_recipe
@@ -100,7 +102,7 @@ def full_disk(monkeypatch):
 
 @pytest.mark.parametrize("behind", [(), ("--async-save",)], ids=["", "async"])
 def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path, full_disk, behind):
-    full_disk.add(2)
+    full_disk |= set(range(2, 9))
     flags = ("--train-iters", 4, "--save-interval", 1, "--save", tmp_path, *behind)
     with pytest.raises(SaveError, match=r"iteration 2 was not saved .*No space left on device"):
         run(*flags)
@@ -126,11 +128,80 @@ def test_a_full_disk_with_on_failed_save_continue(tmp_path, full_disk, behind, c
 
 @pytest.mark.parametrize("behind", [(), ("--async-save",)], ids=["", "async"])
 def test_the_last_save_must_not_fail(tmp_path, full_disk, behind):
-    full_disk.add(2)
+    full_disk |= {2, 3}
     flags = ("--train-iters", 2, "--save-interval", 1, "--on-failed-save", "continue")
     with pytest.raises(SaveError, match="iteration 2 was not saved"):
         run(*flags, "--save", tmp_path, *behind)
     assert saved_iterations(tmp_path) == [1]
+
+
+def test_the_last_save_is_tried_once_more(tmp_path, full_disk):
+    full_disk.add(2)
+    flags = ("--train-iters", 2, "--save-interval", 1, "--on-failed-save", "continue")
+    run(*flags, "--save", tmp_path)
+    assert saved_iterations(tmp_path) == [2, 1]
+
+
+# ---- the end of a run with a save under way ------------------------------------------------------
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Writing takes longer than a rank that fails alone waits for it."""
+    monkeypatch.setattr(store, "PATIENCE", 0.05)
+    write_file = files.write_file
+
+    def write(*args):
+        time.sleep(1.0)
+        return write_file(*args)
+
+    monkeypatch.setattr(files, "write_file", write)
+
+
+def stop_at_3(monkeypatch, error):
+    """The third step fails, after the save of the second has begun."""
+    train_step = Trainer.train_step
+
+    def step(self, state, feed):
+        if state.iteration == 2:
+            raise error
+        return train_step(self, state, feed)
+
+    monkeypatch.setattr(Trainer, "train_step", step)
+
+
+BEHIND = ("--train-iters", 4, "--save-interval", 2, "--async-save")
+
+
+def test_a_nan_waits_for_the_save_under_way(tmp_path, slow_disk, monkeypatch):
+    stop_at_3(monkeypatch, TrainingStopped("planted"))
+    with pytest.raises(TrainingStopped, match="planted"):
+        run(*BEHIND, "--save", tmp_path)
+    assert saved_iterations(tmp_path) == [2]
+
+
+def test_a_nan_is_told_first_when_that_save_fails_too(tmp_path, full_disk, monkeypatch):
+    full_disk.add(1)
+    stop_at_3(monkeypatch, TrainingStopped("planted"))
+    with pytest.raises(TrainingStopped, match="planted") as raised:
+        run(*BEHIND, "--save", tmp_path)
+    assert isinstance(raised.value.__cause__, SaveError)
+    assert "iteration 2 was not saved" in str(raised.value.__cause__)
+
+
+def test_an_error_of_one_rank_waits_for_nobody(tmp_path, slow_disk, monkeypatch):
+    stop_at_3(monkeypatch, ZeroDivisionError("planted"))
+    with pytest.raises(ZeroDivisionError):
+        run(*BEHIND, "--save", tmp_path)
+    assert [path.name for path in tmp_path.glob("iter*")] == ["iter_0000002.tmp"]
+
+
+def test_a_failed_background_save_ends_the_run_with_the_next_one_saved(tmp_path, full_disk):
+    full_disk.add(2)
+    flags = ("--train-iters", 6, "--save-interval", 1, "--async-save", "--save", tmp_path)
+    with pytest.raises(SaveError, match="iteration 2 was not saved"):
+        run(*flags)
+    assert saved_iterations(tmp_path) == [3, 1]
 
 
 # ---- where a run starts --------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from core.checkpoint.slices import show, whole
 from core.comm import Group, broadcast_object, gather_objects
 
 GRACE = 90.0  # seconds in which rank 0 must see what another rank has written and synced
+PATIENCE = 5.0  # seconds for the save under way when a rank fails, before it leaves
 
 
 def save(
@@ -214,9 +215,9 @@ class Saver:
             self._publish(under_way)
 
     def _abandon(self) -> None:
-        """After a failure of this rank: gives a save under way some seconds, talks to nobody."""
+        """After a failure of this rank alone: gives a save under way seconds, talks to nobody."""
         if self._under_way and self._under_way.thread:
-            self._under_way.thread.join(5)
+            self._under_way.thread.join(PATIENCE)
         self._release()
 
     def _release(self) -> None:

@@ -368,13 +368,18 @@ def test_an_infinite_gradient_stops_every_rank(ranks, size, layout, rank):
 # ---- how a run ends ------------------------------------------------------------------------------
 
 
-def ended(world: Group, limits: Limits, asked: dict[int, int] | None = None):
-    """(Stopped or None, iterations done, iterations saved); rank -> iteration at which it asks."""
+def ended(world: Group, limits: Limits, asked: dict[int, int] | None = None, failing=()):
+    """(Stopped or None, iterations done, iterations saved); rank -> iteration at which it asks;
+    the numbers of the saves that say they failed."""
     trainer, feed = make_trainer(world, GPT2, Layout())
     state, saved, recorder = TrainState(), [], Recorder()
 
     def stop_requested() -> str | None:
         return "SIGTERM" if state.iteration == (asked or {}).get(world.rank) else None
+
+    def save(state: TrainState) -> bool:
+        saved.append(state.iteration)
+        return len(saved) not in failing
 
     stopped = train(
         trainer,
@@ -382,7 +387,7 @@ def ended(world: Group, limits: Limits, asked: dict[int, int] | None = None):
         feed,
         limits=limits,
         reporter=recorder,
-        save=lambda state: saved.append(state.iteration),
+        save=save,
         stop_requested=stop_requested,
     )
     return stopped, state.iteration, saved, recorder.messages
@@ -391,6 +396,12 @@ def ended(world: Group, limits: Limits, asked: dict[int, int] | None = None):
 def test_a_complete_run_saves_at_intervals_and_at_its_end():
     assert ended(ALONE, Limits(last_iteration=5, save_interval=2)) == (None, 5, [2, 4, 5], [])
     assert ended(ALONE, Limits(last_iteration=4, save_interval=2)) == (None, 4, [2, 4], [])
+
+
+def test_a_last_save_that_failed_is_tried_once_more():
+    limits = Limits(last_iteration=4, save_interval=2)
+    assert ended(ALONE, limits, failing={1}) == (None, 4, [2, 4], [])
+    assert ended(ALONE, limits, failing={2, 3}) == (None, 4, [2, 4, 4], [])
 
 
 def test_exit_interval_is_planned_and_saves():
