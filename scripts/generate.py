@@ -18,11 +18,13 @@ that moves: there every token of it is computed again for each new one.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -31,7 +33,7 @@ from torch import Tensor
 
 from core.checkpoint.errors import CheckpointError
 from core.checkpoint.pieces import shard_pieces
-from core.checkpoint.reader import Checkpoint, open_checkpoint
+from core.checkpoint.reader import Checkpoint, load
 from core.comm import Group, all_gather
 from core.config_record import from_json
 from core.grid import RankGrid
@@ -73,17 +75,13 @@ def answer(args: argparse.Namespace, grid: ProcessGrid) -> int:
     speaks = grid.world.rank == 0
     try:
         check(args)
-        checkpoint = open_checkpoint(args.load, args.ckpt_step)
-        model = read_model(checkpoint, grid)
-        tokenizer = tokenizer_of(checkpoint, args)
-        # rows that no token has belong to no text
-        model = replace(model, vocab_size=min(model.vocab_size, tokenizer.vocab_size))
-        if args.perplexity:
-            said = perplexity(model, tokenizer, Path(args.perplexity).read_text(encoding="utf-8"))
+        read = functools.partial(read_all, args, grid)
+        model, tokenizer, prompts, text = load(args.load, read, grid.world, step=args.ckpt_step)
+        if text is not None:
+            said = perplexity(model, tokenizer, text)
             if speaks:
                 print(said)
             return 0
-        prompts = [encoded(model, tokenizer, prompt) for prompt in args.prompt]
     except (CheckpointError, DataError, ValueError, OSError) as error:
         if speaks:
             print(f"generate.py: {error}", file=sys.stderr)
@@ -120,6 +118,22 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.prompt = args.prompt or [""]
     return args
+
+
+def read_all(
+    args: argparse.Namespace, grid: ProcessGrid, checkpoint: Checkpoint
+) -> tuple[Model, Any, list[list[int]], str | None]:
+    """Everything that comes from files: model, tokenizer, prompts, and the text to measure, if any.
+
+    Called through `load`, so that all ranks read one checkpoint and a fault on one is everybody's.
+    """
+    model = read_model(checkpoint, grid)
+    tokenizer = tokenizer_of(checkpoint, args)
+    # rows that no token has belong to no text
+    model = replace(model, vocab_size=min(model.vocab_size, tokenizer.vocab_size))
+    if args.perplexity:
+        return model, tokenizer, [], Path(args.perplexity).read_text(encoding="utf-8")
+    return model, tokenizer, [encoded(model, tokenizer, prompt) for prompt in args.prompt], None
 
 
 def check(args: argparse.Namespace) -> None:

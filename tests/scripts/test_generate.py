@@ -7,10 +7,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from core.checkpoint.errors import BrokenCheckpoint
 from core.checkpoint.reader import open_checkpoint
 from core.comm import Group
 from core.grid import RankGrid
@@ -38,7 +40,8 @@ def counter(tmp_path_factory):
         Group.single("world"),
         *("--no-mock-data", "--data-path", folder / "corpus", "--split", "1"),
         *("--tokenizer-type", "NullTokenizer", "--vocab-size", 49),
-        *("--train-iters", 60, "--lr", 1e-2, "--save", folder / "run", *LLAMA),
+        *("--train-iters", 60, "--lr", 1e-2, *LLAMA),
+        *("--save", folder / "run", "--save-interval", 30),
     )
     assert code == 0
     return folder / "run"
@@ -155,6 +158,30 @@ def test_ranks_from_the_command_line(counter):
     )
     assert done.returncode == 2
     assert done.stderr.count("--num-attention-heads 4 does not divide by --nproc 3") == 1
+
+
+def answered(world, folder, broken: dict[int, type[Exception]]):
+    """(exit code, iterations that were read) where rank 1 cannot read some."""
+    grid, seen = ProcessGrid.build(RankGrid(tp=world.size), world), []
+    args = script.parse_args(["--load", str(folder), "--prompt", "5 6", "--max-new-tokens", "2"])
+
+    def read(checkpoint, grid):
+        seen.append(checkpoint.iteration)
+        if world.rank == 1 and checkpoint.iteration in broken:
+            raise broken[checkpoint.iteration]("not here")
+        return read_model(checkpoint, grid)
+
+    with mock.patch.object(script, "read_model", read):
+        return script.answer(args, grid), seen
+
+
+def test_a_checkpoint_that_one_rank_cannot_read(ranks, counter):
+    """All turn to the one before, or leave: none waits for another in a collective."""
+    earlier = ranks.run(answered, counter, {60: BrokenCheckpoint}, size=2)
+    assert earlier == [(0, [60, 30]), (0, [60, 30])]
+    none = ranks.run(answered, counter, {60: BrokenCheckpoint, 30: BrokenCheckpoint}, size=2)
+    assert none == [(2, [60, 30]), (2, [60, 30])]
+    assert ranks.run(answered, counter, {60: OSError}, size=2) == [(2, [60]), (2, [60])]
 
 
 # ---- choosing ------------------------------------------------------------------------------------
