@@ -31,6 +31,7 @@ class Checkpoints:
     model_record  those of them that a checkpoint must agree with
     data_record   the data's own: after `load` the checkpoint's, then what `save` is to keep
     notes         lines about what was loaded
+    took          told the seconds of each write in the background
     """
 
     config: CheckpointConfig
@@ -39,6 +40,7 @@ class Checkpoints:
     model_record: dict
     data_record: dict = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    took: Callable[[float], object] = lambda seconds: None
     _saver: Saver | None = None
     _loaded: Checkpoint | None = None
     _failure: SaveError | None = None
@@ -55,6 +57,7 @@ class Checkpoints:
                 retain_interval=config.save_retain_interval,
                 asynchronous=config.async_save,
                 loaded=self._loaded_from_here(),
+                took=self.took,
             ).__enter__()
         return self
 

@@ -116,6 +116,7 @@ class Inputs:
     facts            lines to print before the first step
     stop_requested   a reason to stop (a signal), or None
     at_step          told the number of every step before it begins
+    at_write         told the seconds that each write of --async-save has taken
     """
 
     stages: Sequence[Stage]
@@ -127,6 +128,7 @@ class Inputs:
     facts: Sequence[str] = ()
     stop_requested: Callable[[], str | None] = lambda: None
     at_step: Callable[[int], None] = lambda step: None
+    at_write: Callable[[float], None] = lambda seconds: None
     progress_bar: bool = False
 
 
@@ -137,7 +139,13 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
     if grid.device.type == "cpu":
         keep_freed_memory()
     trainer.open_wires()
-    checkpoints = Checkpoints(config.checkpoint, trainer, inputs.record, inputs.model_record)
+    checkpoints = Checkpoints(
+        config.checkpoint,
+        trainer,
+        inputs.record,
+        inputs.model_record,
+        took=inputs.at_write,
+    )
     state = checkpoints.load()
     data = opened(inputs, checkpoints.data_record, state.consumed_samples)
 

@@ -60,6 +60,9 @@ class StandInWorld:
     def at_step(self, step: int) -> None:
         self.steps.append(step)
 
+    def at_write(self, seconds: float) -> None:
+        pass
+
     def report(self, state: str, reason: str = "") -> None:
         self.reports.append((state, reason))
 

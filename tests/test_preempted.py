@@ -5,11 +5,13 @@ In training, in evaluation between steps and while a checkpoint is written:
 tests/core/test_train.py and tests/scripts/test_chaos.py, which sends real signals to real runs.
 """
 
+import time
 from unittest import mock
 
 import pytest
 
 import data.gpt
+from core.checkpoint import store
 from core.comm import Group
 from core.train import Trainer
 from tests import recipe
@@ -94,3 +96,22 @@ def test_a_signal_while_a_run_without_training_evaluates(ranks, tmp_path, size, 
     # asked for when all is done, it changes nothing
     results = ranks.run(asked_while_evaluating, size - 1, 10, *flags, size=size)
     assert [(code, done) for code, _, done in results] == [(0, 10)] * size
+
+
+@pytest.mark.parametrize("mode", [(), ("--async-save",)])
+def test_the_time_limit_learns_how_long_writes_beside_the_steps_take(tmp_path, mode):
+    """Those within a step are part of it."""
+    took, write = [], store.Part.write
+
+    def slowly(part, path):
+        time.sleep(0.3)
+        write(part, path)
+
+    flags = ("--train-iters", 4, "--save", tmp_path / "run", "--save-interval", 2, *mode)
+    with (
+        mock.patch.object(store.Part, "write", slowly),
+        mock.patch.object(recipe.StandInWorld, "at_write", lambda _, seconds: took.append(seconds)),
+    ):
+        assert run_recipe(Group.single("world"), *flags)[0] == 0
+    assert len(took) == (2 if mode else 0)
+    assert all(0.3 <= seconds < 30 for seconds in took)

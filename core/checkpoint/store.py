@@ -16,7 +16,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -63,6 +63,7 @@ class Saver:
     retain_interval  keep multiples of it for good; see `directory.obsolete`
     asynchronous     copy the pieces, return, and write in a thread of each rank
     loaded           iteration this run was loaded from: never removed
+    took             told, in that thread, the seconds that each such write has taken
     say              where warnings go
 
     All methods are collective over `world`; use it in a `with`. Raises CheckpointError when another
@@ -78,6 +79,7 @@ class Saver:
         retain_interval: int | None = None,
         asynchronous: bool = False,
         loaded: int | None = None,
+        took: Callable[[float], object] = lambda seconds: None,
         say: Say = to_stderr,
     ) -> None:
         for name, value in (("keep_last", keep_last), ("retain_interval", retain_interval)):
@@ -87,7 +89,7 @@ class Saver:
         self.world = world
         self.asynchronous = asynchronous
         self._keep = (keep_last, retain_interval, loaded)
-        self._say = say
+        self._took, self._say = took, say
         self._staging = _Staging()
         self._under_way: _Save | None = None
         self._lock: folders.Lock | None = None
@@ -208,11 +210,13 @@ class Saver:
     # ---- the background --------------------------------------------------------------------------
 
     def _in_background(self, under_way: _Save) -> None:
+        began = time.monotonic()
         under_way.write(under_way.staged)
         if under_way.error:
             self._say(f"WARNING: saving iteration {under_way.iteration}: {_text(under_way.error)}")
         elif self.world.rank == 0:
             self._publish(under_way)
+        self._took(time.monotonic() - began)
 
     def _abandon(self) -> None:
         """After a failure of this rank alone: gives a save under way seconds, talks to nobody."""

@@ -44,6 +44,7 @@ class Progress:
         self._main = threading.main_thread().ident
         self.step: int | None = None
         self.longest = 0.0  # seconds from one step to the next, evaluation and saves included
+        self.longest_write = 0.0  # of a checkpoint, beside the steps
         self.members: Mapping[str, Sequence[int]] = {}
 
     def begin_step(self, step: int) -> None:

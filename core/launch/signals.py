@@ -25,7 +25,8 @@ SAME_PRESS = 1.0
 # Seconds from TERM to KILL by SLURM (KillWait) and torchrun, unless told otherwise, and how long
 # before that a rank that is not done says where it is and leaves.
 KILL_WAIT, SPARE = 30.0, 5.0
-# Stop when the job's end is nearer than this and twice the longest step, saves included.
+# Stop when the job's end is nearer than this and twice the longest step, saves included, and the
+# longest write in the background: the present one may have to end before the last one begins.
 END_MARGIN = 15.0
 
 
@@ -66,9 +67,10 @@ class StopSignal:
         if self._timer:
             self._timer.cancel()
 
-    def poll(self, longest_step: float = 0.0) -> str | None:
-        """The reason to stop, if there is one. `longest_step` in seconds, saves included."""
-        if self.end is not None and time.time() + END_MARGIN + 2 * longest_step > self.end:
+    def poll(self, longest: float = 0.0) -> str | None:
+        """The reason to stop, if there is one. `longest`: seconds of a step and what is saved in it
+        or beside it."""
+        if self.end is not None and time.time() + END_MARGIN + 2 * longest > self.end:
             self.request("the job's time limit is near")
         return self.requested
 

@@ -74,7 +74,7 @@ class World:
 
     def stop_requested(self) -> str | None:
         """Why this rank should stop: a signal's name, the time limit; or None. One is enough."""
-        return self.signals.poll(self.progress.longest)
+        return self.signals.poll(self.progress.longest + self.progress.longest_write)
 
     def has_terminal(self) -> bool:
         """Whether somebody watches this rank's stderr on a screen that can redraw a line."""
@@ -85,6 +85,10 @@ class World:
         """Says that `step` begins, for failure records, the time limit and the hang watch."""
         self.reporter.step = step
         self.progress.begin_step(step)
+
+    def at_write(self, seconds: float) -> None:
+        """Says how long a checkpoint in the background took to write, for the time limit."""
+        self.progress.longest_write = max(self.progress.longest_write, seconds)
 
     def knows_groups(self, members: Mapping[str, Sequence[int]]) -> None:
         """Says which ranks my groups hold, by ledger name: a hang report compares their calls."""

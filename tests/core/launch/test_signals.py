@@ -46,8 +46,8 @@ def test_handlers_are_put_back() -> None:
 
 def test_the_time_limit_leaves_room_for_two_longest_steps() -> None:
     stop = StopSignal(end=time.time() + 100)
-    assert stop.poll(longest_step=40.0) is None
-    assert stop.poll(longest_step=45.0) == "the job's time limit is near"
+    assert stop.poll(longest=40.0) is None
+    assert stop.poll(longest=45.0) == "the job's time limit is near"
 
 
 def test_a_rank_that_is_not_done_in_time_says_where_it_is() -> None:

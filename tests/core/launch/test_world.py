@@ -14,7 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from core.comm import Ledger
 from core.launch.failure import read_failures
+from core.launch.hang import Progress
+from core.launch.signals import StopSignal
 from core.launch.status import read_status
 from core.launch.world import World
 from tests.core.launch.test_supervise import PROGRAM, clean_environ, start
@@ -66,6 +69,19 @@ def test_only_rank_0_on_a_screen_draws_a_bar(monkeypatch, rank, environ, answer)
     parts = dict.fromkeys(("group", "reporter", "signals", "progress"))
     world = World(rank, 2, rank, 2, "cpu", "test", "gloo", **parts)
     assert world.has_terminal() is answer
+
+
+def test_the_time_limit_leaves_room_for_a_write_beside_the_steps() -> None:
+    """Under --async-save the last step and the write before it may both have to end first."""
+    stop, progress = StopSignal(end=time.time() + 100), Progress(Ledger(), None, 600.0)
+    parts = {"group": None, "reporter": None, "signals": stop, "progress": progress}
+    world = World(0, 1, 0, 1, "cpu", "test", "none", **parts)
+    progress.longest = 20.0
+    world.at_write(21.0)
+    world.at_write(1.0)
+    assert world.stop_requested() is None
+    world.at_write(25.0)
+    assert world.stop_requested() == "the job's time limit is near"
 
 
 def test_ranks_of_nproc_meet_work_and_leave(tmp_path) -> None:
