@@ -112,6 +112,8 @@ def open_data(
     from data.from_flags import Opening, bert_sets
     from data.read_ahead import ReadAhead
 
+    integers, floats = ([name for name in names if name in needs] for names in (INTEGERS, FLOATS))
+    feeder = Feeder(grid, ReadAhead, config.train.micro_batch_size, integers, floats)
     given = Opening(
         seq_length=model.seq_length,
         vocab_size=model.vocab_size,
@@ -119,14 +121,12 @@ def open_data(
         evaluates=config.train.eval_iters > 0,
         record=record,
         consumed=consumed,
-        reads=grid.tp.rank == 0,
+        reads=feeder.reads(),
         poll=poll,
     )
     sets = bert_sets(
         config.data, given, binary_head=model.binary_head, mask_prob=model.mask_prob
     )
-    integers, floats = ([name for name in names if name in needs] for names in (INTEGERS, FLOATS))
-    feeder = Feeder(grid, ReadAhead, config.train.micro_batch_size, integers, floats)
     return Data.of(sets, feeder, config.train.samples(grid.shape.dp))
 
 

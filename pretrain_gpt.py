@@ -112,6 +112,13 @@ def open_data(
     from data.from_flags import Opening, gpt_sets
     from data.read_ahead import ReadAhead
 
+    integers = [name for name in INTEGERS if name in needs]
+    if config.data.reset_attention_mask or config.data.document_attention_mask:
+        integers.append("document_ids")
+    floats = [name for name in FLOATS if name in needs]
+    feeder = Feeder(grid, ReadAhead, config.train.micro_batch_size, integers, floats)
+    # positions are known without the samples unless they start anew within one
+    reads = feeder.reads(() if config.data.reset_position_ids else ("position_ids",))
     given = Opening(
         seq_length=model.seq_length,
         vocab_size=model.vocab_size,
@@ -119,15 +126,10 @@ def open_data(
         evaluates=evaluates(config),
         record=record,
         consumed=consumed,
-        reads=grid.tp.rank == 0,
+        reads=reads,
         poll=poll,
-        writes_cache=writes_first(config.data.data_cache_path, grid.tp.rank == 0, grid.world),
+        writes_cache=writes_first(config.data.data_cache_path, reads, grid.world),
     )
-    integers = [name for name in INTEGERS if name in needs]
-    if config.data.reset_attention_mask or config.data.document_attention_mask:
-        integers.append("document_ids")
-    floats = [name for name in FLOATS if name in needs]
-    feeder = Feeder(grid, ReadAhead, config.train.micro_batch_size, integers, floats)
     return Data.of(gpt_sets(config.data, given), feeder, config.train.samples(grid.shape.dp))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,10 +137,19 @@ class Feeder:
     integers: Sequence[str]
     floats: Sequence[str]
 
+    @property
+    def names(self) -> set[str]:
+        """Of the arrays that come out of samples; a sample's number comes by itself."""
+        return {*self.integers, *self.floats} - {"sample"}
+
+    def reads(self, known: Iterable[str] = ()) -> bool:
+        """Whether this rank looks into samples for more than what is known without them; in the
+        middle of a pipeline it may not."""
+        return self.grid.tp.rank == 0 and bool(self.names.difference(known))
+
     def __call__(self, dataset: Any, ahead: int = 0) -> Feed:
         grid, source = self.grid, None
         if grid.tp.rank == 0:
             place = (grid.dp_cp.rank, grid.dp_cp.size)
-            names = {*self.integers, *self.floats} - {"sample"}
-            source = self.reader(dataset, self.micro_batch_size, *place, ahead, names)
+            source = self.reader(dataset, self.micro_batch_size, *place, ahead, self.names)
         return Feed(source, grid.tp, grid.device, integers=self.integers, floats=self.floats)

@@ -63,6 +63,24 @@ def test_a_signal_while_data_is_built(ranks, tmp_path, size):
     assert rows(tmp_path / "broken.jsonl") == rows(tmp_path / "whole.jsonl") != []
 
 
+def epochs_opened(world: Group, *flags: object) -> tuple[int, int]:
+    """(exit code, epochs whose order this rank has drawn or mapped)"""
+    order = data.gpt.GPTDataset._epoch
+    with mock.patch.object(data.gpt.GPTDataset, "_epoch", autospec=True, side_effect=order) as got:
+        return run_recipe(world, *flags)[0], got.call_count
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned_absolute"])
+def test_the_middle_of_a_pipeline_draws_no_order(ranks, tmp_path, positions):
+    """It looks at no token; positions are known without the samples."""
+    write_corpus(tmp_path / "text", [range(i, i + 40) for i in range(8)])
+    flags = (*FLAGS, "--data-path", tmp_path / "text", "--position-embedding-type", positions)
+    flags += ("--num-layers", 3, "--pipeline-model-parallel-size", 3)
+    flags += ("--data-cache-path", tmp_path / "cache")
+    assert ranks.run(epochs_opened, *flags, size=3) == [(0, 1), (0, 0), (0, 1)]
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
 def asked_while_evaluating(world: Group, rank: int, batches: int, *flags: object):
     """(exit code, what was printed, batches evaluated on this rank) of a run of which one rank is
     asked to stop once it has evaluated so many."""
