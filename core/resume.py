@@ -42,7 +42,7 @@ class Checkpoints:
     notes: list[str] = field(default_factory=list)
     took: Callable[[float], object] = lambda seconds: None
     _saver: Saver | None = None
-    _loaded: Checkpoint | None = None
+    _resumed: Checkpoint | None = None
     _failure: SaveError | None = None
 
     # ---- saving ---------------------------------------------------------------------------------
@@ -50,13 +50,15 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         config = self.config
         if config.save:
+            here = self._resumed_from_here()
             self._saver = Saver(
                 config.save,
                 self.trainer.grid.world,
                 keep_last=config.keep_last,
                 retain_interval=config.save_retain_interval,
                 asynchronous=config.async_save,
-                loaded=self._loaded_from_here(),
+                loaded=here,
+                after=-1 if here is None else here,
                 took=self.took,
             ).__enter__()
         return self
@@ -129,12 +131,12 @@ class Checkpoints:
             moments=self.config.save_optim,
         )
 
-    def _loaded_from_here(self) -> int | None:
-        """The iteration this run was loaded from, if it lies in the folder saved to."""
-        if self._loaded is None:
+    def _resumed_from_here(self) -> int | None:
+        """The iteration this run goes on from, if it lies in the folder saved to."""
+        if self._resumed is None:
             return None
-        folders = {self._loaded.path.resolve(), self._loaded.path.resolve().parent}
-        return self._loaded.iteration if Path(self.config.save).resolve() in folders else None
+        here = self._resumed.path.resolve().parent == Path(self.config.save).resolve()
+        return self._resumed.iteration if here else None
 
     # ---- loading --------------------------------------------------------------------------------
 
@@ -166,6 +168,7 @@ class Checkpoints:
         if self.config.load_optim:
             self._check_moments(checkpoint)
         self._fill(checkpoint, moments=self.config.load_optim)
+        self._resumed = checkpoint
         if "state" not in meta:
             self.notes.append("it was not written by a run: a start at iteration 0")
             return TrainState()
@@ -201,7 +204,6 @@ class Checkpoints:
         with torch.no_grad():
             mine = (trainer.replicas, trainer.optimizer, trainer.grid.tp)
             checkpoint.fill(pieces(*mine, owned=False, moments=moments))
-        self._loaded = checkpoint
         self.notes = [f"loaded {checkpoint.path}"]
 
     def _resume_schedule(self, name: str, saved: dict | None) -> None:

@@ -62,6 +62,33 @@ def test_a_step_loaded_from_elsewhere_protects_nothing_here(tmp_path):
     assert saved_iterations(tmp_path / "b") == [4]
 
 
+def test_a_branch_that_was_given_up_neither_counts_nor_is_turned_to(tmp_path, capsys):
+    """Steps 4 and 6 of the branch were kept as the newest, and stood in for a damaged 5."""
+    flags = ("--save", tmp_path, "--load", tmp_path, "--train-iters", 6)
+    run(*flags, "--save-interval", 1)
+    theirs = contents(tmp_path, 5)
+    capsys.readouterr()
+    again = (*flags, "--ckpt-step", 1, "--save-interval", 2, "--keep-last", 2)
+    run(*again, "--exit-interval", 5, "--lr", 1e-2, "--override-opt-param-scheduler")
+    assert saved_iterations(tmp_path) == [5, 4, 1]
+    branch = tmp_path / "branch_1"
+    assert saved_iterations(branch) == [6, 5, 4, 3, 2]
+    assert_same_bits(contents(branch, 5), theirs)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "iter_0000002, iter_0000003" in said and str(branch) in said
+    (tmp_path / "iter_0000005" / "index.json").write_text("torn")
+    assert f"loaded {tmp_path / 'iter_0000004'}" in run(*flags)
+    assert saved_iterations(tmp_path / "branch_2") == [5]
+
+
+def test_a_run_without_load_sets_aside_what_it_finds(tmp_path, capsys):
+    run("--save", tmp_path, "--train-iters", 3, "--save-interval", 1)
+    run("--save", tmp_path, "--train-iters", 2, "--keep-last", 1)
+    assert saved_iterations(tmp_path) == [2]
+    assert saved_iterations(tmp_path / "branch_1") == [3, 2, 1]
+    assert "are not of this run" in capsys.readouterr().err
+
+
 # ---- saving in the background --------------------------------------------------------------------
 
 
@@ -253,6 +280,25 @@ def test_pretrained_checkpoint_must_be_there(tmp_path):
     ]
     with pytest.raises(MissingCheckpoint):
         run("--pretrained-checkpoint", tmp_path / "b", "--train-iters", 1)
+
+
+def refused(**flags) -> str:
+    return "; ".join(problems(CheckpointConfig(**flags), None, 0))
+
+
+def test_a_start_from_weights_must_not_save_over_them(imported, tmp_path):
+    """Started again, it began from its own last step, as iteration 0."""
+    here, own = str(imported), str(tmp_path / "own")
+    said = refused(load=here, save=f"{tmp_path}/./imported", finetune=True)
+    assert f"--finetune with --load {here}" in said and "a folder of its own" in said
+    step = str(imported / "iter_0000000")
+    assert "--finetune with" in refused(load=step, save=here, finetune=True)
+    assert "--pretrained-checkpoint" in refused(pretrained_checkpoint=here, save=here)
+    assert "--pretrained-checkpoint" in refused(pretrained_checkpoint=here, load=own, save=here)
+    assert not refused(load=here, save=own, finetune=True)
+    assert not refused(load=here, save=here)
+    assert not refused(load=here, save=here, pretrained_checkpoint=here)
+    assert not refused(load=own, save=own, finetune=True), "nothing is there yet"
 
 
 # ---- the checkpoint's flags ----------------------------------------------------------------------

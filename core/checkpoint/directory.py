@@ -6,6 +6,7 @@ writes them. In the folder:
     iter_0000100/       a complete checkpoint; there is never an incomplete one under such a name
     iter_0000100.old/   what iter_0000100 was before it was saved again; exists for two renames
     iter_0000200.tmp/   being written, or left by a crash; the next save removes it
+    branch_1/           checkpoints that a run which began at an older step has set aside
     latest              text: the name of the checkpoint to resume from
     .lock               held by the run that saves here
 """
@@ -311,6 +312,26 @@ def obsolete(
     if retain_interval is not None:
         kept |= {n for n in upto if n > 0 and n % retain_interval == 0}
     return [n for n in upto if n not in kept]
+
+
+def set_aside(directory: Path, after: int) -> str:
+    """Moves the checkpoints beyond iteration `after` into a folder of their own; says so, or "".
+
+    For a run that began there: what lies beyond is another run's, or the same one's before it went
+    back. It must neither count as one of the newest nor be turned to when one of ours is damaged.
+    """
+    theirs = [path for path in _complete(directory) if iteration_of(path.name) > after]
+    if not theirs:
+        return ""
+    number = 1
+    while (branch := directory / f"branch_{number}").exists():
+        number += 1
+    branch.mkdir()
+    for path in theirs:
+        path.rename(branch / path.name)
+    names = ", ".join(path.name for path in reversed(theirs))
+    sync(branch)
+    return f"{names} in {directory} are not of this run; moved to {branch}, to keep or to remove"
 
 
 def saved_iterations(directory: Path) -> list[int]:

@@ -24,6 +24,7 @@ def problems(config: CheckpointConfig, model: dict | None, bytes_needed: int) ->
     if config.save:
         for sentence in directory.problems(config.save, bytes_needed):
             yield f"--save {config.save}: {sentence}"
+    yield from _its_own_source(config)
     pretrained = config.pretrained_checkpoint
     try:
         if config.load:
@@ -37,6 +38,24 @@ def problems(config: CheckpointConfig, model: dict | None, bytes_needed: int) ->
             yield from _unlike("--pretrained-checkpoint", pretrained, None, model)
     except MissingCheckpoint as error:
         yield f"--pretrained-checkpoint: {error}"
+
+
+def _its_own_source(config: CheckpointConfig) -> Iterator[str]:
+    """A start from weights that saves over them: started again, it would begin from its own."""
+    sources = {"--pretrained-checkpoint": config.pretrained_checkpoint}
+    if config.finetune:
+        sources["--finetune with --load"] = config.load
+    elif config.load and directory.saved_iterations(Path(config.load)):
+        return  # the pretrained weights are not looked at
+    for flag, source in sources.items():
+        if not (config.save and source):
+            continue
+        folder, source_folder = Path(config.save).resolve(), Path(source).resolve()
+        if folder in (source_folder, source_folder.parent) and directory.saved_iterations(folder):
+            yield (
+                f"{flag} {source} starts at iteration 0 and --save {config.save} would write over "
+                "what it starts from; give --save a folder of its own"
+            )
 
 
 def _unlike(flag: str, folder: str, step: int | None, model: dict | None) -> Iterator[str]:

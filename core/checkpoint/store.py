@@ -63,6 +63,8 @@ class Saver:
     retain_interval  keep multiples of it for good; see `directory.obsolete`
     asynchronous     copy the pieces, return, and write in a thread of each rank
     loaded           iteration this run was loaded from: never removed
+    after            what lies beyond it is not of this run, and is set aside before the first save
+                     appears (-1: all there is; None: nothing)
     took             told, in that thread, the seconds that each such write has taken
     say              where warnings go
 
@@ -79,6 +81,7 @@ class Saver:
         retain_interval: int | None = None,
         asynchronous: bool = False,
         loaded: int | None = None,
+        after: int | None = None,
         took: Callable[[float], object] = lambda seconds: None,
         say: Say = to_stderr,
     ) -> None:
@@ -89,6 +92,7 @@ class Saver:
         self.world = world
         self.asynchronous = asynchronous
         self._keep = (keep_last, retain_interval, loaded)
+        self._after = after
         self._took, self._say = took, say
         self._staging = _Staging()
         self._under_way: _Save | None = None
@@ -196,7 +200,9 @@ class Saver:
     def _publish(self, under_way: _Save) -> None:
         """Publishes and removes what is obsolete; a failure is left in `under_way.error`."""
         try:
-            under_way.publish(self.world.size)
+            under_way.assemble(self.world.size)
+            self._set_aside()
+            folders.publish(self.directory, folders.folder_name(under_way.iteration))
         except Exception as error:  # told to every rank by `wait`
             under_way.error = error
             return
@@ -206,6 +212,13 @@ class Saver:
                 folders.discard(self.directory / folders.folder_name(iteration))
         except OSError as error:
             self._say(f"WARNING: an old checkpoint could not be removed: {error}")
+
+    def _set_aside(self) -> None:
+        """Once, and as late as can be: a run that saves nothing moves nothing."""
+        if self._after is not None:
+            if moved := folders.set_aside(self.directory, self._after):
+                self._say(f"WARNING: {moved}")
+            self._after = None
 
     # ---- the background --------------------------------------------------------------------------
 
@@ -268,14 +281,13 @@ class _Save:
         finally:
             self.written.set()
 
-    def publish(self, ranks: int) -> None:
-        """On rank 0: waits for all parts, writes the index and renames the folder."""
+    def assemble(self, ranks: int) -> None:
+        """On rank 0: waits for all parts and writes the index."""
         paths = [self._part_path(rank) for rank in range(ranks)]
         parts = [Part.read(self._await(path)) for path in paths]
         merge(self.iteration, files.BLOCK, self.meta, parts).write(self.folder)
         for path in paths:
             path.unlink()
-        folders.publish(self.folder.parent, self.folder.stem)
 
     def _part_path(self, rank: int) -> Path:
         return self.folder / f"part_{rank:05d}.json"
