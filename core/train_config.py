@@ -151,7 +151,7 @@ class CheckpointConfig:
     pretrained_checkpoint: str | None = None
     """Directory of weights to start from, as with --finetune, when --load has no checkpoint."""
     use_checkpoint_args: bool = False
-    """The checkpoint's model flags, as far as they are not given here."""
+    """The shape of the checkpoint's model, as far as it is not given here."""
     save_interval: int | None = None
     """Steps between saves."""
     keep_last: int | None = None
@@ -183,6 +183,7 @@ class CheckpointConfig:
             save_retain_interval=self.save_retain_interval,
         )
         yield from _at_least(0, ckpt_step=self.ckpt_step)
+        yield from self._retains_nothing()
         needs_save = {
             f"--save-interval {self.save_interval}": self.save_interval is not None,
             f"--keep-last {self.keep_last}": self.keep_last is not None,
@@ -209,6 +210,19 @@ class CheckpointConfig:
             for flag, typed in flags.items():
                 if typed and given is None:
                     yield f"{flag} does nothing without {need} DIR"
+
+    def _retains_nothing(self) -> Iterator[str]:
+        """Steps that are to be kept for good must be steps that are saved."""
+        kept, saved = self.save_retain_interval, self.save_interval
+        if self.save is None or kept is None or kept < 1:
+            return
+        if saved is None:
+            yield f"--save-retain-interval {kept} does nothing without --save-interval"
+        elif saved >= 1 and kept % saved:
+            yield (
+                f"--save-retain-interval {kept} is no multiple of --save-interval {saved}, so most "
+                f"of the steps to keep are never saved; use {_multiples_around(kept, saved)}"
+            )
 
 
 @dataclass(kw_only=True)

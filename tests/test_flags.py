@@ -378,6 +378,17 @@ BAD_LINES = [
     ("--keep-last 2", 1, "--keep-last 2 does nothing without --save DIR"),
     ("--async-save", 1, "--async-save does nothing without --save DIR"),
     ("--save d --keep-last 0", 1, "--keep-last 0 must be 1 or more"),
+    (
+        "--save d --save-interval 300 --save-retain-interval 1000",
+        1,
+        "--save-retain-interval 1000 is no multiple of --save-interval 300, so most of the steps "
+        "to keep are never saved; use 900 or 1200",
+    ),
+    (
+        "--save d --save-retain-interval 9",
+        1,
+        "--save-retain-interval 9 does nothing without --save-interval",
+    ),
     ("--use-checkpoint-args", 1, "--use-checkpoint-args does nothing without --load DIR"),
     # Megatron's flags that are not here
     (
