@@ -35,8 +35,10 @@ def start(
     problems  what the sections cannot see on their own
     train     makes grid and stages, and runs; called on every rank
     """
-    argv = with_checkpoint_args(recipe, sys.argv[1:] if argv is None else argv)
-    config = parse(recipe, argv, checks=[problems], report=is_first_rank())
+    report = is_first_rank()
+    say = print if report else lambda line: None
+    argv = with_checkpoint_args(recipe, sys.argv[1:] if argv is None else argv, say)
+    config = parse(recipe, argv, checks=[problems], report=report)
     place = launch.find_here(config.launch.nproc)
     if place.children:
         return launch.supervise(place, argv)

@@ -309,7 +309,8 @@ def wide(tmp_path_factory):
     """The folder of a run of 48 channels with gated MLPs."""
     folder = tmp_path_factory.mktemp("wide")
     run("--hidden-size", 48, "--swiglu", "--hidden-dropout", 0.3, "--train-iters", 1,
-        "--save", folder)  # fmt: skip
+        "--group-query-attention", "--num-query-groups", 2, "--label-smoothing", 0.2, "--z-loss",
+        1e-3, "--fp64", "--save", folder)  # fmt: skip
     return folder
 
 
@@ -329,6 +330,29 @@ def test_the_checkpoints_flags_stand_for_those_not_given(wide):
         config.checkpoint, parse(pretrain_gpt.RunConfig, differ).model.identity(), 0
     )
     assert "--hidden-size: 48 in the checkpoint, 64 given" in said
+
+
+def test_how_it_was_trained_is_not_taken(wide):
+    argv, said = [*SHAPELESS, "--load", str(wide), "--use-checkpoint-args"], []
+    words = with_checkpoint_args(pretrain_gpt.RunConfig, argv, said.append)
+    model = parse(pretrain_gpt.RunConfig, words).model
+    trained = (model.hidden_dropout, model.label_smoothing, model.z_loss, model.fp64)
+    assert trained == (0.1, 0.0, 0.0, False)
+    assert (model.query_groups, model.seq_length) == (2, 16)
+    (line,) = said
+    assert "--hidden-size 48" in line and "--swiglu" in line and "iter_0000001" in line
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_speaks(wide, tmp_path):
+    """The run was refused for want of --num-layers, though it would have fallen back."""
+    shutil.copytree(wide, tmp_path / "run")
+    shutil.copytree(wide / "iter_0000001", tmp_path / "run" / "iter_0000002")
+    (tmp_path / "run" / "iter_0000002" / "index.json").write_text("torn")
+    (tmp_path / "run" / "latest").write_text("iter_0000002")
+    argv, said = [*SHAPELESS, "--load", str(tmp_path / "run"), "--use-checkpoint-args"], []
+    words = with_checkpoint_args(pretrain_gpt.RunConfig, argv, said.append)
+    assert parse(pretrain_gpt.RunConfig, words).model.hidden_size == 48
+    assert "iter_0000002 is damaged" in said[0] and "run/iter_0000001;" in said[0]
 
 
 @pytest.mark.parametrize("more", [[], ["--use-checkpoint-args", "--load", "nowhere"]])
