@@ -16,7 +16,6 @@ Imports core.comm. Read layout.py first; ddp.py decides when.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +96,7 @@ class BucketMemory:
         param.data = view
         param.__class__ = FlatParameter
         param.memory, param.place = self, place
-        param.register_post_accumulate_grad_hook(partial(_arrived, self, place))
+        param.register_post_accumulate_grad_hook(_arrived)
         return param
 
     def my_slots(self, flat: Tensor) -> Iterator[tuple[Slot, Tensor]]:
@@ -209,8 +208,12 @@ class BucketMemory:
             self.params.untyped_storage().resize_(0)
 
 
-def _arrived(memory: BucketMemory, place: int, param: Tensor) -> None:
-    """After autograd: what it has left in .grad goes to the bucket."""
+def _arrived(param: FlatParameter) -> None:
+    """After autograd: what it has left in .grad goes to the bucket.
+
+    A hook that held the bucket would be a cycle that no garbage collector sees.
+    """
+    memory, place = param.memory, param.place
     if param.grad is not None:  # None: a layer has added to main_grad already
         view, fresh = memory.target(place)
         view.copy_(param.grad) if fresh else view.add_(param.grad)

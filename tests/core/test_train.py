@@ -3,7 +3,9 @@
 Layout parity of whole runs is in tests/test_parity.py, resuming in tests/test_resume.py.
 """
 
+import gc
 import math
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -424,6 +426,17 @@ def test_one_ranks_signal_stops_all_after_the_same_iteration(ranks):
     whys = [stopped.why for stopped, *_ in results]
     assert whys == ["another rank was asked to stop", "SIGTERM"]
     assert not any(stopped.planned for stopped, *_ in results)
+
+
+def test_nothing_of_a_run_outlives_it():
+    """What autograd's hooks hold no garbage collector frees: weights, and groups whose threads
+    spin. Here a step is made, so that the hooks have run."""
+    trainer, feed = make_trainer(ALONE, GPT2, Layout())
+    trainer.train_step(TrainState(), feed)
+    left = [weakref.ref(part) for part in (trainer.replicas, trainer.stages[0])]
+    del trainer, feed
+    gc.collect()
+    assert [part() for part in left] == [None, None]
 
 
 # ---- the feed ------------------------------------------------------------------------------------
