@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a fresh clone to a trained GPT: text, tokenizer, .bin/.idx, training on two ranks, evaluation
-# of files the model has not seen, a sample, a loss curve. No download but the packages; about five
+# of files the model has not seen, a sample, a loss curve. No download but the packages; about four
 # minutes on two cores once those are installed. Each step is skipped when its result is there, so
 # the script can be stopped and started again; remove runs/quickstart to begin anew.
 set -euo pipefail
