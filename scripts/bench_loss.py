@@ -227,7 +227,7 @@ def draw(results: dict[str, dict], title: str, path: Path) -> None:
         strict=True,
     ):
         bars = axis.barh(list(shown), [r[key] for r in shown.values()], color=colours)
-        axis.bar_label(bars, fmt="%.3g", padding=3)
+        axis.bar_label(bars, fmt="%.4g", padding=3)
         axis.set_xlabel(label)
         axis.margins(x=0.15)
         axis.spines[["top", "right"]].set_visible(False)
