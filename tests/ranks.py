@@ -263,6 +263,14 @@ def _join(task: Task) -> Any:
     return Group("world", tuple(range(task.size)), task.rank, Ledger(), dist.group.WORLD)
 
 
+MANY_THREADS = 64
+
+
+def threads() -> int:
+    """Of this process, those of its libraries included; 0 where nobody says."""
+    return len(os.listdir("/proc/self/task")) if os.path.exists("/proc/self/task") else 0
+
+
 def _forget(state: dict[str, Any]) -> None:
     """Leaves nothing of a run behind: groups, wrappers of groups, the default grid."""
     import torch.distributed as dist
@@ -273,7 +281,8 @@ def _forget(state: dict[str, Any]) -> None:
     group._WRAPPED.clear()
     if parallel_state := sys.modules.get("core.parallel_state"):
         parallel_state.destroy_model_parallel()
-    gc.collect()  # what a run built holds its groups in cycles; their threads would stay
+    if threads() > MANY_THREADS:  # what runs built may hold their groups, and threads, in cycles
+        gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
 
