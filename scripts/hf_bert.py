@@ -19,7 +19,7 @@ from scripts.hf_layout import (
     refuse,
     required,
     switched_off,
-    unlike,
+    unlike_first_transformers,
 )
 
 PAIR = "cls.seq_relationship.weight"
@@ -61,21 +61,7 @@ def bert_fit(config: BertConfig, names: Collection[str]) -> BertConfig:
 
 
 def bert_describe(config: BertConfig) -> dict:
-    refuse(
-        "bert",
-        unlike(
-            config,
-            norm_placement="post",
-            position_embedding_type="learned_absolute",
-            normalization="LayerNorm",
-            swiglu=False,
-            squared_relu=False,
-            disable_bias_linear=False,
-            qk_layernorm=False,
-            query_groups=config.num_attention_heads,
-            head_dim=config.hidden_size // config.num_attention_heads,
-        ),
-    )
+    refuse("bert", unlike_first_transformers(config, norm_placement="post"))
     return {
         "architectures": ["BertForPreTraining" if config.binary_head else "BertForMaskedLM"],
         "model_type": "bert",

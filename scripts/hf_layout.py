@@ -131,6 +131,22 @@ def switched_off(theirs: dict, **usual: object) -> list[str]:
     ]
 
 
+def unlike_first_transformers(config: GPTConfig | BertConfig, **more: object) -> list[str]:
+    """`unlike` for the shape that GPT-2 and BERT share, and what one of them has besides."""
+    return unlike(
+        config,
+        **more,
+        position_embedding_type="learned_absolute",
+        normalization="LayerNorm",
+        swiglu=False,
+        squared_relu=False,
+        disable_bias_linear=False,
+        qk_layernorm=False,
+        query_groups=config.num_attention_heads,
+        head_dim=config.hidden_size // config.num_attention_heads,
+    )
+
+
 def gpt2_config(theirs: dict) -> GPTConfig:
     side = "config.json of a gpt2"
     required(theirs, side, "n_layer", "n_embd", "n_head", "n_positions", "vocab_size")
@@ -159,20 +175,7 @@ def gpt2_config(theirs: dict) -> GPTConfig:
 
 
 def gpt2_describe(config: GPTConfig) -> dict:
-    refuse(
-        "gpt2",
-        unlike(
-            config,
-            position_embedding_type="learned_absolute",
-            normalization="LayerNorm",
-            swiglu=False,
-            squared_relu=False,
-            disable_bias_linear=False,
-            qk_layernorm=False,
-            query_groups=config.num_attention_heads,
-            head_dim=config.hidden_size // config.num_attention_heads,
-        ),
-    )
+    refuse("gpt2", unlike_first_transformers(config))
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
