@@ -81,6 +81,33 @@ def test_gradients_of_both_ways_agree(dtype, smoothing, softcap):
             assert error < 8 * max(rounding, 2e-7 if dtype != torch.float64 else 0), name
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_gradients_of_both_ways_are_autograds(smoothing):
+    *leaves, target = operands()
+    hidden, weight, bias = (x.requires_grad_() for x in leaves)
+    logits, weights = hidden @ weight.T + bias, torch.linspace(-1, 1, N).double()
+    lse = torch.logsumexp(logits, 1)
+    at_target = logits.gather(1, target.clamp(min=0)[:, None])[:, 0]
+    score = (1 - smoothing) * torch.where(target >= 0, at_target, 0)
+    score = score + smoothing / V * logits.sum(1)
+    (weights * (lse - score + 1e-2 * lse.square())).sum().backward()
+    head = TorchLogits(weight, bias, LossTerms(V, smoothing, 1e-2))
+    tokens, slot = TokenGradient(lse.detach(), weights), head.slot(N)
+    for recompute in (True, False):
+        out = {
+            "dhidden": torch.empty(N, H).double(),
+            "dweight": torch.zeros(V, H).double(),
+            "dbias": torch.zeros(V).double(),
+        }
+        if recompute:
+            head.recomputed_gradient(hidden.detach(), target, tokens, **out)
+        else:
+            head.exponentials(hidden.detach(), target, slot)
+            head.gradient(slot, hidden.detach(), target, tokens, **out)
+        for got, leaf in zip(out.values(), (hidden, weight, bias), strict=True):
+            torch.testing.assert_close(got, leaf.grad, rtol=1e-10, atol=1e-12)
+
+
 def test_a_token_of_weight_zero_leaves_no_trace():
     hidden, weight, bias, target = operands()
     head = TorchLogits(weight, bias, LossTerms(V, 0.1, 1e-2))
