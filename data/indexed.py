@@ -334,7 +334,7 @@ class IndexedBuilder:
                 shutil.copyfileobj(lengths, index)
                 lengths.seek(0)
                 start = 0
-                while block := lengths.read(1 << 20):
+                while block := lengths.read(1 << 16):  # eight times as much while it is worked on
                     sizes = np.frombuffer(block, "<i4").astype("<i8") * self.dtype.itemsize
                     ends = start + np.cumsum(sizes)
                     index.write((ends - sizes).astype("<i8").data)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -144,19 +144,21 @@ def bert_rows(folder: Path, scale: int) -> Iterator[Row]:
     yield Row("BERT samples of 512, whole-word n-grams", count / seconds, "a CPU s")
 
 
-def children_seconds(command: list[str]) -> float:
-    """CPU seconds of a command and its children."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+# CPU seconds of a command and its children, and nothing else on its standard output.
+CHILDREN_SECONDS = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(used.ru_utime + used.ru_stime)
+"""
 
-
+# CPU seconds of the encoder, without start-up, on every argv[4]th document from argv[3] on.
 ENCODE_ALONE = """
-import json, sys, tokenizers
-texts = [json.loads(line)["text"] for line in open(sys.argv[1], encoding="utf-8")]
+import itertools, json, sys, time, tokenizers
+part, parts = int(sys.argv[3]), int(sys.argv[4])
+lines = itertools.islice(open(sys.argv[1], encoding="utf-8"), part, None, parts)
+texts = [json.loads(line)["text"] for line in lines]
 tokenizer = tokenizers.Tokenizer.from_file(sys.argv[2])
-import time
 started = time.process_time()
 for i in range(0, len(texts), 64):
     tokenizer.encode_batch_fast(texts[i : i + 64], add_special_tokens=False)
@@ -164,34 +166,55 @@ print(time.process_time() - started)
 """
 
 
+def at_once(*programs: list[str]) -> list[float]:
+    """What each of some Python programs (arguments of python) prints, all running together."""
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen([sys.executable, *program], stdout=subprocess.PIPE, env=environment)
+        for program in programs
+    ]
+    printed = [process.communicate()[0] for process in running]
+    for process in running:
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, process.args)
+    return [float(text) for text in printed]
+
+
 def preprocess_rows(folder: Path, scale: int) -> Iterator[Row]:
-    """preprocess_data.py against the library's encoder alone, on the same documents, one core."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    """preprocess_data.py, start-up and all, against the library's encoder alone on the same
+    documents.
+
+    A core's speed changes with what else the machine does, by half and more. So one worker runs
+    beside the encoder, and two workers between two runs of two encoders with half of the documents
+    each; the figure is the median of the rounds' quotients.
+    """
     corpus, model = str(folder / "corpus.jsonl"), str(folder / "tokenizer.json")
-    size = ["--max-megabytes", str(20 / scale)]
-    subprocess.run(
-        [sys.executable, f"{SCRIPTS}/build_corpus.py", "--output", corpus, *size],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    children_seconds(
-        [sys.executable, f"{SCRIPTS}/train_tokenizer.py", "--input", corpus, "--output", model]
-    )
-    alone = float(
-        subprocess.run(
-            [sys.executable, "-c", ENCODE_ALONE, corpus, model],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-    )
-    yield Row("encode_batch_fast alone", alone, "CPU s")
-    command = [sys.executable, f"{SCRIPTS}/preprocess_data.py", "--input", corpus]
-    command += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model]
-    for workers in (1, 2):
-        flags = ["--output-prefix", str(folder / f"out{workers}"), "--workers", str(workers)]
-        seconds = children_seconds([*command, *flags])
-        yield Row(f"preprocess_data.py, {workers} workers, over that", seconds / alone, "x", 1.1)
+    quiet = {"check": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    build = ["build_corpus.py", "--output", corpus, "--max-megabytes", str(25 / scale)]
+    for script, *flags in (build, ["train_tokenizer.py", "--input", corpus, "--output", model]):
+        subprocess.run([sys.executable, str(SCRIPTS / script), *flags], **quiet)
+
+    def ours(workers: int) -> list[str]:
+        program = [sys.executable, str(SCRIPTS / "preprocess_data.py"), "--input", corpus]
+        program += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model]
+        program += ["--output-prefix", str(folder / f"out{workers}"), "--workers", str(workers)]
+        return ["-c", CHILDREN_SECONDS, *program]
+
+    def alone(part: int, parts: int) -> list[str]:
+        return ["-c", ENCODE_ALONE, corpus, model, str(part), str(parts)]
+
+    quotients: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(5 if scale == 1 else 1):
+        encoder, one = at_once(alone(0, 1), ours(1))
+        quotients[1].append(one / encoder)
+        before = sum(at_once(alone(0, 2), alone(1, 2)))
+        (two,) = at_once(ours(2))
+        after = sum(at_once(alone(0, 2), alone(1, 2)))
+        quotients[2].append(two / ((before + after) / 2))
+    yield Row("encode_batch_fast alone, last round", encoder, "CPU s")
+    for workers, found in quotients.items():
+        what = f"preprocess_data.py, workers: {workers}, over encode_batch_fast"
+        yield Row(what, statistics.median(found), "x", 1.1)
 
 
 # Run from a small process: a child's peak counts what its parent was before it.
