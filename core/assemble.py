@@ -81,6 +81,7 @@ def carry_out(
         stop_requested=world.stop_requested,
         at_step=world.at_step,
         at_write=world.at_write,
+        began=world.began,
         progress_bar=world.has_terminal(),
     )
     return run(config, grid, inputs)

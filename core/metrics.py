@@ -10,6 +10,7 @@ core/progress.py (the bar), models/flops.py (the cost of a token, given as a num
 
 from __future__ import annotations
 
+import errno
 import math
 import sys
 import time
@@ -151,9 +152,16 @@ class Metrics:
             return
         self._spoke = self._clock()
         if self._bar:
-            self._bar.print_above(lambda: print(text, file=self._out, flush=True))
+            self._bar.print_above(lambda: self._print(text))
         else:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        try:
             print(text, file=self._out, flush=True)
+        except OSError as error:  # a disk that is full, a terminal that was closed
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
 
     def close(self) -> None:
         """Ends the bar and the files; may be called twice."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: str, first_iteration: int) -> None:
-        self._path = Path(path)
+        self._path, self._warned = Path(path), False
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self.moved = self._set_aside(first_iteration)
@@ -40,13 +41,26 @@ class MetricsFile:
             raise OSError(f"--metrics-file {path} cannot be written: {reason}") from error
 
     def write(self, kind: str, row: Row) -> None:
-        """Appends one row; it is on its way to the disk when this returns."""
+        """Appends one row; it is on its way to the disk when this returns.
+
+        On a full disk rows are kept back, and lost if there is never room: a warning, said once.
+        """
         values = {"kind": kind, **{key: _plain(value) for key, value in row.items()}}
-        self._file.write(json.dumps(values, allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps(values, allow_nan=False) + "\n"
+        self._try(lambda: self._file.write(line))
+        self._try(self._file.flush)
 
     def close(self) -> None:
-        self._file.close()
+        self._try(self._file.close)
+
+    def _try(self, job: Callable[[], object]) -> None:
+        try:
+            job()
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                what = f"WARNING: --metrics-file {self._path} lacks rows: {error.strerror}"
+                print(what, file=sys.stderr, flush=True)
 
     def _set_aside(self, first_iteration: int) -> str:
         if not self._path.is_file():

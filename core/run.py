@@ -8,6 +8,7 @@ core/resume.py (checkpoints).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,6 +118,7 @@ class Inputs:
     stop_requested   a reason to stop (a signal), or None
     at_step          told the number of every step before it begins
     at_write         told the seconds that each write of --async-save has taken
+    began            time.monotonic() of the process, for --exit-duration-in-mins
     """
 
     stages: Sequence[Stage]
@@ -129,6 +131,7 @@ class Inputs:
     stop_requested: Callable[[], str | None] = lambda: None
     at_step: Callable[[int], None] = lambda step: None
     at_write: Callable[[float], None] = lambda seconds: None
+    began: float = field(default_factory=time.monotonic)
     progress_bar: bool = False
 
 
@@ -180,6 +183,7 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
                     valid=data.held_out.get("valid", ()),
                     stop_requested=inputs.stop_requested,
                     at_step=memory.at_step,
+                    began=inputs.began,
                 )
             if stopped is None and "test" in data.held_out:
                 test = data.held_out["test"]

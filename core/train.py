@@ -305,6 +305,7 @@ def train(
     valid: Sequence[HeldOut] = (),
     stop_requested: Callable[[], str | None] = lambda: None,
     at_step: Callable[[int], None] = lambda step: None,
+    began: float | None = None,
 ) -> Stopped | None:
     """Train until `limits` say so. Returns None when the run is complete.
 
@@ -314,8 +315,9 @@ def train(
     stop_requested  a reason to stop after this step (a signal), or None; asked on every rank, and
                     one rank's reason is everybody's
     at_step         told the number of a step before it begins (for failure records)
+    began           time.monotonic() from which --exit-duration-in-mins counts; default: now
     """
-    began = time.monotonic()
+    began = time.monotonic() if began is None else began
     saved_at = state.iteration
 
     def reason() -> str | None:

@@ -9,6 +9,7 @@ is one collective. `--light` leaves torch and the other ranks out, so that it st
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ from core.launch import STOPPED, LaunchError, Place, find_here, launch, refuse, 
 from core.train_config import LaunchConfig
 
 FAILING_STEP = 2
-HOWS = ("raise", "refuse", "exit", "_exit", "kill", "stop", "sleep")
+HOWS = ("raise", "refuse", "exit", "_exit", "kill", "segv", "stop", "sleep")
 
 
 def misbehave(how: str) -> None:
@@ -35,6 +36,8 @@ def misbehave(how: str) -> None:
         os._exit(7)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "segv":
+        ctypes.string_at(0)
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if how == "sleep":

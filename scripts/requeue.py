@@ -19,11 +19,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from core.checkpoint.directory import iteration_of, latest
+from core.launch import STOPPED
 from core.launch.status import Status, read_status
 
 HISTORY = "requeue.json"
 PATIENCE = 3  # runs in a row without a new checkpoint
 BAD_INPUT = 2
+WORDS = {0: "complete", STOPPED: "stopped"}  # of exit codes
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,11 @@ def main(argv: list[str] | None = None) -> int:
     history = read_history(args.save)
     run = this_run(args.save, args.exit_code)
     again, why = decide(run, history)
-    args.save.mkdir(parents=True, exist_ok=True)
-    (args.save / HISTORY).write_text(json.dumps([asdict(r) for r in [*history, run]], indent=1))
+    try:
+        write_history(args.save, [*history, run])
+    except OSError as error:
+        # without it a crash at the start would go round for ever
+        again, why = False, f"{run.outcome}, but {HISTORY} cannot be written: {error}"
     print(f"{'requeue' if again else 'no requeue'}: {why}")
     return 0 if again else 1
 
@@ -76,7 +81,11 @@ def this_run(save: Path, exit_code: int) -> Run:
     job = os.environ.get("SLURM_JOB_ID", "")
     restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     status = read_status(save)
-    if status is None or (status.job, status.restart) != (job, restart):
+    stale = status is None or (status.job, status.restart) != (job, restart)
+    if exit_code in WORDS and (stale or status.outcome == "running"):
+        # it could not write: all its ranks have said so by their exit codes
+        status = Status(WORDS[exit_code], f"exit code {exit_code}, no word in status.json")
+    elif stale:
         status = Status("failed", f"ended before all ranks had met, exit code {exit_code}")
     elif status.outcome == "running":
         status = Status("failed", f"killed, exit code {exit_code}")
@@ -88,6 +97,14 @@ def newest_step(save: Path) -> int:
     """The iteration of the checkpoint that the next run will load; 0 if there is none."""
     name = latest(save)
     return (iteration_of(name) or 0) if name else 0
+
+
+def write_history(save: Path, runs: list[Run]) -> None:
+    """Whole or not at all."""
+    save.mkdir(parents=True, exist_ok=True)
+    temporary = save / f"{HISTORY}.tmp"
+    temporary.write_text(json.dumps([asdict(run) for run in runs], indent=1))
+    os.replace(temporary, save / HISTORY)
 
 
 def read_history(save: Path) -> list[Run]:

@@ -195,6 +195,8 @@ def _environment(job: Job) -> list[str]:
         "# Every rank that fails leaves a record here.",
         f"export PHALANX_RECORDS={records}",
         'mkdir -p "$PHALANX_RECORDS"',
+        "# How long this site lets a job live after TERM; the ranks say where they are before.",
+        "export PHALANX_KILL_WAIT=$(scontrol show config | awk '/^KillWait/ {print $3}')",
         "# At the time limit this script outlives srun, to say why and to requeue the job.",
         "trap : TERM",
     ]

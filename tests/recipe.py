@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import io
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,7 @@ class StandInWorld:
     steps: list[int] = field(default_factory=list)
     reports: list[tuple[str, str]] = field(default_factory=list)
     members: dict[str, Sequence[int]] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def size(self) -> int:

@@ -140,7 +140,9 @@ class Ledger:
         known = {f.name for f in fields(CommEvent)}
         if unknown := set(where) - known:
             raise ValueError(f"a ledger event has no {sorted(unknown)}; it has {sorted(known)}")
-        return [e for e in self._events if all(getattr(e, k) == v for k, v in where.items())]
+        # a copy first: the watch reads while the main thread goes on recording
+        kept = list(self._events)
+        return [e for e in kept if all(getattr(e, k) == v for k, v in where.items())]
 
     def total(self, what: str = "wire", **where: object) -> int:
         """Sum of a field ("wire", "payload", "numel") over the kept events that match `where`."""

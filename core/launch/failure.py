@@ -43,7 +43,7 @@ LOST_PEER = re.compile(
 class Failure:
     """Why one rank ended.
 
-    victim   it only lost a peer, so another rank is the cause
+    victim   it lost a peer, or failed after another rank had: that one is the cause
     refusal  nothing broke: the input was bad, and the rank has said so
     """
 
@@ -74,11 +74,13 @@ class Failure:
     def from_json(cls, text: str | bytes) -> Failure:
         return cls(**json.loads(text))
 
-    def write(self, folder: str | Path) -> None:
-        """Into `folder`/failure.rankN.json, whole or not at all; a rank's first record stays."""
+    def write(self, folder: str | Path, *, again: bool = False) -> None:
+        """Into `folder`/failure.rankN.json, whole or not at all; a rank's first record stays,
+        unless it is told `again`. The folder is made: a long run's may have been cleaned away."""
         path = Path(folder) / f"failure.rank{self.rank}.json"
-        if path.exists():
+        if path.exists() and not again:
             return
+        path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(self.to_json())
         os.replace(temporary, path)
@@ -178,6 +180,8 @@ class Reporter:
         self._leaving.acquire()
         self.record(failure)
         first = self.others is None or self.others.announce(failure)
+        if not first:  # whatever the clocks of two nodes say
+            self.record(replace(failure, victim=True), again=True)
         text = failure.headline if self.parent_tells or not first else failure
         print(text, file=sys.stderr, flush=True)
         if self.others:
@@ -207,10 +211,10 @@ class Reporter:
         time.sleep(YIELD)
         leave(1)
 
-    def record(self, failure: Failure) -> None:
+    def record(self, failure: Failure, *, again: bool = False) -> None:
         for folder in self.folders:
             try:
-                failure.write(folder)
+                failure.write(folder, again=again)
             except OSError as error:
                 print(f"the failure could not be recorded: {error}", file=sys.stderr)
         if self.status_dir is not None and not failure.victim:

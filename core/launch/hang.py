@@ -6,6 +6,8 @@ answers: nobody is to be blamed while some rank reads data or writes a checkpoin
 culprit is, in this order: a rank that does not answer; one that is not in a collective while others
 wait in one; the one that is furthest behind.
 
+Time in which this process could not look at all does not count: `AwakeClock`.
+
 Pure but for looking at this process's own stacks.
 """
 
@@ -31,6 +33,23 @@ EVENTS = 50  # of the ledger, that a rank answers with
 FRAMES = 6  # of the main thread, that an answer and a report show
 
 
+class AwakeClock:
+    """Seconds, of which no more than `most` pass between two looks at it.
+
+    For a thread that looks regularly. When it could not, because the job was suspended or one call
+    held Python's global lock for minutes, the silence it finds afterwards is its own.
+    """
+
+    def __init__(self) -> None:
+        self._now, self._looked = 0.0, time.monotonic()
+
+    def now(self, most: float) -> float:
+        moment = time.monotonic()
+        self._now += min(moment - self._looked, most)
+        self._looked = moment
+        return self._now
+
+
 class Progress:
     """Steps and collectives of this rank, and since when there has been no new one."""
 
@@ -40,10 +59,11 @@ class Progress:
         self._gaps: deque[float] = deque(maxlen=100)
         self._step_began: float | None = None
         self._seen = (None, -1)
-        self._since = time.monotonic()
+        self._clock, self._since = AwakeClock(), 0.0
         self._main = threading.main_thread().ident
         self.step: int | None = None
-        self.longest = 0.0  # seconds from one step to the next, evaluation and saves included
+        self._polled: float | None = None
+        self.longest = 0.0  # seconds from one moment to stop to the next: a step and its save
         self.longest_write = 0.0  # of a checkpoint, beside the steps
         self.members: Mapping[str, Sequence[int]] = {}
 
@@ -51,8 +71,15 @@ class Progress:
         now = time.monotonic()
         if self._step_began is not None:
             self._gaps.append(now - self._step_began)
-            self.longest = max(self.longest, self._gaps[-1])
+        if self._polled is None:
+            self._polled = now
         self.step, self._step_began = step, now
+
+    def polled(self) -> None:
+        """A stop would be obeyed now. An evaluation has many such moments, a save none."""
+        now = time.monotonic()
+        if self._polled is not None:
+            self.longest, self._polled = max(self.longest, now - self._polled), now
 
     def limit(self) -> float:
         """Seconds without any progress that make a hang."""
@@ -63,9 +90,14 @@ class Progress:
             return before_timeout
         return min(before_timeout, max(AT_LEAST, MEDIANS * statistics.median(self._gaps)))
 
+    def patience(self) -> float:
+        """The same, where a rank does not answer: it may be deep in a call that holds Python's
+        global lock. That its process is dead or stopped is seen in other ways, and sooner."""
+        return BEFORE_TIMEOUT * self._timeout if self._given is None else self._given
+
     def still(self) -> float:
         """Seconds since the last sign of progress; to be asked regularly."""
-        now, seen = time.monotonic(), (self.step, self._ledger.count)
+        now, seen = self._clock.now(self.limit() / 2), (self.step, self._ledger.count)
         if seen != self._seen:
             self._seen, self._since = seen, now
         return now - self._since
@@ -139,14 +171,18 @@ class Verdict:
     report: str
 
 
-def judge(answers: Mapping[int, dict], size: int, limit: float) -> Verdict | None:
+def judge(
+    answers: Mapping[int, dict], size: int, limit: float, patience: float
+) -> Verdict | None:
     """The verdict on a run in which rank 0 sees no progress; None while there is a good reason.
 
-    `answers` may lack ranks; `limit` is rank 0's, in seconds.
+    `answers` may lack ranks; `limit` is rank 0's, in seconds, and `patience` that for those.
     """
     if any(answer["busy"] or answer["still"] < limit / 2 for answer in answers.values()):
         return None
     silent = [rank for rank in range(size) if rank not in answers]
+    if silent and max(answer["still"] for answer in answers.values()) < patience:
+        return None
     idle = [rank for rank, answer in answers.items() if not answer["waiting"]]
     waiting = [rank for rank, answer in answers.items() if answer["waiting"]]
 

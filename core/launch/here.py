@@ -6,6 +6,7 @@ Comes before the first import of torch, and imports none of it.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -15,6 +16,8 @@ import time
 from core.launch.failure import Reporter, leave
 from core.launch.place import PARENT, Place, find_place
 from core.launch.supervise import RECORDS
+
+STARTED = time.monotonic()  # before anything heavy
 
 
 def find_here(nproc: str | int | None = None) -> Place:
@@ -31,6 +34,8 @@ def find_here(nproc: str | int | None = None) -> Place:
         _die_with(int(os.environ[PARENT]))
     if not place.children:
         reporter_for(place).install()
+        if sys.__stderr__ is not None and not faulthandler.is_enabled():
+            faulthandler.enable(sys.__stderr__, all_threads=False)  # a segfault says where
     return place
 
 

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
@@ -114,13 +114,15 @@ def meet(
     gpu: str,
     fingerprint: Mapping[str, str],
     seconds: float,
+    bell: tuple[str, int] = ("", 0),
 ) -> list[Process]:
     """Says who I am and returns, on rank 0, everybody in order; elsewhere an empty list.
 
-    `gpu` is the device's own id, "" on a CPU; `fingerprint` maps flags to values.
+    `gpu` is the device's own id, "" on a CPU; `fingerprint` maps flags to values; `bell` is this
+    process's.
     Raises what rank 0 finds wrong, on every rank; only rank 0 is to print it.
     """
-    me = _myself(place.rank)
+    me = replace(_myself(place.rank), bell=bell)
     note = {"process": asdict(me), "gpu": gpu, "size": place.size}
     note["flags"] = {key: str(value) for key, value in fingerprint.items()}
     mine = json.dumps(note)

@@ -25,6 +25,7 @@ SAME_PRESS = 1.0
 # Seconds from TERM to KILL by SLURM (KillWait) and torchrun, unless told otherwise, and how long
 # before that a rank that is not done says where it is and leaves.
 KILL_WAIT, SPARE = 30.0, 5.0
+SITE_WAIT = "PHALANX_KILL_WAIT"  # the site's KillWait, if the batch script has asked
 # Stop when the job's end is nearer than this and twice the longest step, saves included, and the
 # longest write in the background: the present one may have to end before the last one begins.
 END_MARGIN = 15.0
@@ -102,18 +103,22 @@ def grace_after_term(environ: Mapping[str, str]) -> float | None:
     """How long this process may take after TERM before its launcher kills it; None: for ever."""
     if "TORCHELASTIC_RUN_ID" in environ:
         return float(environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", KILL_WAIT)) - SPARE
-    return KILL_WAIT - SPARE if "SLURM_JOB_ID" in environ else None
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    told = environ.get(SITE_WAIT, "")
+    return max(SPARE, (float(told) if told.isdecimal() else KILL_WAIT) - SPARE)
 
 
 def job_end(environ: Mapping[str, str], rank: int) -> float | None:
     """time.time() at which SLURM ends this job, or None.
 
-    Newer SLURM says so in the environment; for older ones rank 0 asks squeue, which may be absent.
+    Newer SLURM says so in the environment; for older ones squeue is asked, which may be absent.
+    Rank 0 alone knows: any one rank stops a run, and of many clocks one is always fast.
     """
-    if (end := environ.get("SLURM_JOB_END_TIME", "")).isdecimal():
-        return float(end)
     if rank != 0 or "SLURM_JOB_ID" not in environ:
         return None
+    if (end := environ.get("SLURM_JOB_END_TIME", "")).isdecimal():
+        return float(end)
     command = ["squeue", "--noheader", "--jobs", environ["SLURM_JOB_ID"], "--format", "%L"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10)

@@ -164,21 +164,31 @@ def _wait(child: Child, exits: queue.Queue[Child]) -> None:
 
 @contextmanager
 def _forward_signals(children: list[Child]) -> Iterator[list[int]]:
-    """Passes signals on to the ranks, which save and leave; the third one kills them."""
+    """Passes signals on to the ranks, which save and leave; the third Ctrl-C kills them.
+
+    A scheduler may well send its own three times while they save. What the parent was started to
+    ignore (nohup) stays ignored.
+    """
     received: list[int] = []
 
     def forward(number: int, frame: object) -> None:
         received.append(number)
+        enough = received.count(signal.SIGINT) >= 3
         for child in children:
             if child.code is None:
-                child.process.send_signal(number if len(received) < 3 else signal.SIGKILL)
+                child.process.send_signal(signal.SIGKILL if enough else number)
 
-    before = {name: signal.signal(getattr(signal, name), forward) for name in FORWARDED}
+    heard = [name for name in FORWARDED if name != "SIGHUP" or not _ignores(signal.SIGHUP)]
+    before = {name: signal.signal(getattr(signal, name), forward) for name in heard}
     try:
         yield received
     finally:
         for name, handler in before.items():
             signal.signal(getattr(signal, name), handler)
+
+
+def _ignores(number: int) -> bool:
+    return signal.getsignal(number) is signal.SIG_IGN
 
 
 def _outlive(children: list[Child], exits: queue.Queue[Child], records: str) -> set[int]:
@@ -192,7 +202,8 @@ def _outlive(children: list[Child], exits: queue.Queue[Child], records: str) -> 
     time.sleep(SETTLE)
     # Ranks that lost this one wait to hear that it is to blame; it cannot tell them any more.
     if not any(failure.rank == child.rank for failure in read_failures(records)):
-        _failure_of(child).write(records)
+        with suppress(OSError):
+            _failure_of(child).write(records)
     alive = [other for other in children if other.code is None]
     for sign, patience in ((signal.SIGTERM, TERM_WAIT), (signal.SIGKILL, None)):
         for other in alive:
@@ -210,13 +221,14 @@ def _outlive(children: list[Child], exits: queue.Queue[Child], records: str) -> 
 def _failure_of(child: Child) -> Failure:
     """What can be said of a rank that left no record: its exit code, and a traceback it printed."""
     lines = list(child.tail)
-    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback ")]
+    begins = "Traceback " if child.code > 0 else "Fatal Python error"  # the latter: a segfault
+    starts = [i for i, line in enumerate(lines) if line.startswith(begins)]
     return Failure(
         child.rank,
         describe_exit(child.code),
         pid=child.process.pid,
         time=child.ended,
-        traceback="".join(lines[starts[-1] :]) if starts and child.code > 0 else "",
+        traceback="".join(lines[starts[-1] :]) if starts else "",
     )
 
 

@@ -6,7 +6,8 @@ milliseconds and agree on whom to name.
 
 The pulse counts up this rank's entry in the store and answers when rank 0 asks where this rank is
 (core/launch/hang.py); on rank 0 it asks when nothing moves, and looks for hosts whose entries all
-stand still, because the machine or the network is gone.
+stand still and where no process answers its bell (core/launch/bell.py), because the machine or the
+network is gone.
 
 The look-out never touches the store, whose calls do not return when its owner is frozen. It sees
 that the pulse gets no answer, and it looks at a neighbour on the same host, in /proc: dead, or
@@ -27,19 +28,22 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from core.launch.bell import Bell, rings
 from core.launch.failure import Failure, Reporter
-from core.launch.hang import Progress, all_stacks, judge
+from core.launch.hang import AwakeClock, Progress, all_stacks, judge
 
 BEAT = 1.0
 BEATS_A_SECOND = 2000  # of all ranks together, for the store's sake
 SILENCE = 10.0  # seconds without a sign of life
 LONE_SILENCE = 60.0  # the same for the only rank of a host, which may just be busy
-ANSWER_WAIT = 2.5  # for all ranks to say where they are
+SILENT_BEATS = 3  # a silence is at least so many beats, which are slow where ranks are many
+ANSWER_BEATS = 2.5  # for all ranks to say where they are
+RUNG = 2  # processes of a silent host whose bells are tried
 LINGER = 1.0  # how long a failed owner of the store waits for the others to have read why
 DONE = b"done"
 FOREVER = timedelta(days=30)
@@ -47,12 +51,17 @@ FOREVER = timedelta(days=30)
 
 @dataclass(frozen=True)
 class Process:
-    """A rank's process as others need to know it. `space` tells process-id namespaces apart."""
+    """A rank's process as others need to know it.
+
+    space  tells process-id namespaces apart
+    bell   address and port of its Bell; ("", 0) where there is none
+    """
 
     rank: int
     host: str
     pid: int
     space: str
+    bell: tuple[str, int] = field(default=("", 0), compare=False)
 
     def shares_host_with(self, other: Process) -> bool:
         return (self.host, self.space) == (other.host, other.space)
@@ -99,14 +108,17 @@ class Watch:
         progress: Progress,
         *,
         silence: float = SILENCE,
+        bell: Bell | None = None,
     ) -> None:
         self._store, self._prefix = store.clone(), prefix
-        self._circle, self._reporter, self._silence = circle, reporter, silence
+        self._circle, self._reporter, self._bell = circle, reporter, bell
+        self._beat = max(BEAT, circle.size / BEATS_A_SECOND)
+        self._silence = max(silence, SILENT_BEATS * self._beat)
         self._progress = progress
         self._question, self._asked = 0, time.monotonic()
         self._owns_store = circle.owner == circle.me
         self._over = threading.Event()
-        self._answered = time.monotonic()  # when the store last answered the pulse
+        self._answered = 0  # how often the store has answered the pulse
         self._threads: list[threading.Thread] = []
 
     def start(self) -> Watch:
@@ -132,6 +144,8 @@ class Watch:
         self._reporter.others = None
         for thread in self._threads:
             thread.join(LINGER)
+        if self._bell:
+            self._bell.close()
         self._say_goodbye(seconds)
 
     def announce(self, failure: Failure) -> bool:
@@ -204,25 +218,26 @@ class Watch:
 
     def _pulse(self, store: Any) -> None:
         seen: dict[int, tuple[bytes, float]] = {}
-        beat = max(BEAT, self._circle.size / BEATS_A_SECOND)
-        while not self._over.wait(beat):
+        clock = AwakeClock()
+        while not self._over.wait(self._beat):
             try:
+                if self._bell:
+                    self._bell.drain()
                 store.add(self._key(f"beat/{self._circle.me.rank}"), 1)
-                self._answered = time.monotonic()
+                self._answered += 1
                 asked = self._answer(store)
                 if self._circle.everyone:
-                    self._check_hosts(store, seen)
+                    self._check_hosts(store, seen, clock.now(2 * self._beat))
                     self._check_answers(store, asked)
             except RuntimeError:
                 self._store_is_gone("closed its connections")
                 return
 
-    def _check_hosts(self, store: Any, seen: dict[int, tuple[bytes, float]]) -> None:
-        """On rank 0: every host must have a rank whose count moves."""
+    def _check_hosts(self, store: Any, seen: dict[int, tuple[bytes, float]], now: float) -> None:
+        """On rank 0: every host must have a rank whose count moves, or that can be rung."""
         keys = [self._key(f"beat/{rank}") for rank in range(self._circle.size)]
         if not store.check(keys):
             return  # not all have begun
-        now = time.monotonic()
         for rank, count in enumerate(store.multi_get(keys)):
             if rank not in seen or seen[rank][0] != count:
                 seen[rank] = (count, now)
@@ -231,7 +246,11 @@ class Watch:
             hosts[process.host].append(process)
         for there in hosts.values():
             limit = self._silence if len(there) > 1 else max(LONE_SILENCE, self._silence)
-            if all(now - seen[process.rank][1] > limit for process in there):
+            if not all(now - seen[process.rank][1] > limit for process in there):
+                continue
+            if any(rings(process.bell) for process in there[:RUNG]):  # busy, all of them
+                seen.update((process.rank, (seen[process.rank][0], now)) for process in there)
+            else:
                 self._declare(there[0], f"no sign of life from its host for {limit:g} s")
 
     def _answer(self, store: Any) -> bool:
@@ -245,6 +264,7 @@ class Watch:
         store.set(self._key(f"answer/{question}/{rank}"), json.dumps(answer))
         for folder in self._reporter.folders:
             with suppress(OSError):
+                Path(folder).mkdir(parents=True, exist_ok=True)  # somebody may have cleaned up
                 Path(folder, f"hang.rank{rank}.txt").write_text(all_stacks())
         return True
 
@@ -261,19 +281,21 @@ class Watch:
         answers = self._gather(store, self._question)
         everyone = self._circle.everyone
         silent = [process for process in everyone if process.rank not in answers]
-        verdict = judge(answers, self._circle.size, limit) if hung else None
+        patience = self._progress.patience()
+        verdict = judge(answers, self._circle.size, limit, patience) if hung else None
         if self._over.is_set():
             return
         if verdict is not None:
             culprit = everyone[verdict.culprit]
             self._declare(culprit, verdict.cause, verdict.report, verdict.step)
         elif silent and asked:
-            self._declare(silent[0], "died without a word, or is cut off")
+            dead = next((process for process in silent if not rings(process.bell)), silent[0])
+            self._declare(dead, "died without a word, or is cut off")
 
     def _gather(self, store: Any, question: int) -> dict[int, dict]:
-        """The answers by rank, of those ranks that answer within ANSWER_WAIT."""
+        """The answers by rank, of those ranks that answer in time."""
         keys = {r: self._key(f"answer/{question}/{r}") for r in range(self._circle.size)}
-        deadline = time.monotonic() + ANSWER_WAIT
+        deadline = time.monotonic() + ANSWER_BEATS * self._beat
         while not store.check(list(keys.values())) and time.monotonic() < deadline:
             time.sleep(0.05)
         return {r: json.loads(store.get(key)) for r, key in keys.items() if store.check([key])}
@@ -282,14 +304,17 @@ class Watch:
 
     def _look_out(self) -> None:
         stopped_since: float | None = None
+        clock, answered, since = AwakeClock(), self._answered, 0.0
         while not self._over.wait(BEAT):
-            stopped_since = self._check_neighbour(stopped_since)
-            silence = time.monotonic() - self._answered
-            if silence > self._silence + 2 * BEAT:  # a stopped neighbour is named before
-                self._store_is_gone(f"gave no answer for {silence:.0f} s")
+            now = clock.now(2 * BEAT)
+            stopped_since = self._check_neighbour(stopped_since, now)
+            if answered != self._answered:
+                answered, since = self._answered, now
+            if now - since > self._silence + 2 * self._beat:  # a stopped neighbour is named before
+                self._store_is_gone(f"gave no answer for {now - since:.0f} s")
                 return
 
-    def _check_neighbour(self, stopped_since: float | None) -> float | None:
+    def _check_neighbour(self, stopped_since: float | None, now: float) -> float | None:
         """Names the neighbour if it is dead, or stopped for too long; returns since when it is."""
         neighbour = self._circle.neighbour
         state = neighbour.state() if neighbour else "R"
@@ -299,8 +324,8 @@ class Watch:
                 self._declare(neighbour, "died without a word")
         if state != "T":
             return None
-        since = time.monotonic() if stopped_since is None else stopped_since
-        if time.monotonic() - since >= self._silence:
+        since = now if stopped_since is None else stopped_since
+        if now - since >= self._silence:
             cause = f"stopped (SIGSTOP), no sign of life for {self._silence:g} s"
             self._declare(neighbour, cause)
         return since

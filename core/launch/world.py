@@ -20,9 +20,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from core.launch.bell import Bell, address_towards
 from core.launch.failure import Failure, Reporter, leave
 from core.launch.hang import Progress
-from core.launch.here import reporter_for
+from core.launch.here import STARTED, reporter_for
 from core.launch.place import LaunchError, Place
 from core.launch.rendezvous import circle_of, connect, meet
 from core.launch.signals import StopSignal, grace_after_term, job_end
@@ -57,6 +58,7 @@ class World:
     rule      how the place was found, for the log
     backend   "gloo" or "nccl"; "none" for a single process
     group     all ranks, as core.comm talks to them, with this run's ledger
+    began     time.monotonic() when this process did
     """
 
     rank: int
@@ -71,9 +73,11 @@ class World:
     signals: StopSignal = field(repr=False, compare=False)
     progress: Progress = field(repr=False, compare=False)
     watch: Watch | None = field(default=None, repr=False, compare=False)
+    began: float = field(default=STARTED, repr=False, compare=False)
 
     def stop_requested(self) -> str | None:
         """Why this rank should stop: a signal's name, the time limit; or None. One is enough."""
+        self.progress.polled()
         return self.signals.poll(self.progress.longest + self.progress.longest_write)
 
     def has_terminal(self) -> bool:
@@ -95,10 +99,19 @@ class World:
         self.progress.members = {**self.progress.members, **members}
 
     def report(self, outcome: str, reason: str = "") -> None:
-        """Writes status.json, on rank 0: "complete", or "stopped" when all is saved."""
-        if self.rank == 0 and self.reporter.status_dir is not None:
-            facts = {"reason": reason, "step": self.reporter.step, "ranks": self.size}
-            Status.here(outcome, os.environ, **facts).write(self.reporter.status_dir)
+        """Writes status.json, on rank 0: "complete", or "stopped" when all is saved.
+
+        A full disk is no reason to call a run failed whose checkpoint is there: it is warned of.
+        """
+        folder = self.reporter.status_dir
+        if self.rank != 0 or folder is None:
+            return
+        facts = {"reason": reason, "step": self.reporter.step, "ranks": self.size}
+        try:
+            Status.here(outcome, os.environ, **facts).write(folder)
+        except OSError as error:
+            what = f"WARNING: {folder}/status.json does not say {outcome!r}: {error.strerror}"
+            print(what, file=sys.stderr, flush=True)
 
 
 def start(place: Place, settings: Settings, fingerprint: Mapping[str, str] | None = None) -> World:
@@ -125,10 +138,12 @@ def start(place: Place, settings: Settings, fingerprint: Mapping[str, str] | Non
     seconds = settings.rendezvous_timeout_seconds
     store, served_here = connect(place, seconds)
     prefix = f"launch/{place.run}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-    processes = meet(store, prefix, place, _identity(device), fingerprint or {}, seconds)
+    bell = Bell()
+    number = (address_towards(place.master_addr, place.master_port), bell.port)
+    processes = meet(store, prefix, place, _identity(device), fingerprint or {}, seconds, number)
     circle = circle_of(store, prefix, place, processes, served_here)
     silence = settings.heartbeat_seconds
-    watch = Watch(store, prefix, circle, reporter, progress, silence=silence).start()
+    watch = Watch(store, prefix, circle, reporter, progress, silence=silence, bell=bell).start()
     _start_log(reporter, settings.log_dir)  # not before: of all ranks that cannot, one says so
     handle = _start_torch(place, store, f"{prefix}/group", backend, device, minutes)
     reporter.install()  # once more: torch has put a hook of its own in front

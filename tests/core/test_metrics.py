@@ -1,5 +1,6 @@
 """Log lines, metrics file, trackers and the bar, with a clock and streams of the test's own."""
 
+import contextlib
 import io
 import json
 import math
@@ -262,6 +263,19 @@ def test_unwritable_metrics_file(start, tmp_path):
         start(metrics_file=str(tmp_path / "file" / "m.jsonl"))
     with pytest.raises(OSError, match=r"--metrics-file .* cannot be written: Is a directory"):
         start(metrics_file=str(tmp_path))
+
+
+def test_a_full_disk_ends_no_run(start, tmp_path, capsys):
+    (tmp_path / "m.jsonl").symlink_to("/dev/full")
+    run = start(metrics_file=str(tmp_path / "m.jsonl"))
+    with open("/dev/full", "w") as full:
+        run.metrics._out = full
+        for iteration in (1, 2):
+            run.step(iteration)
+        with contextlib.suppress(OSError):
+            full.close()
+    run.metrics.close()
+    assert capsys.readouterr().err.count("lacks rows: No space left on device") == 1
 
 
 def test_other_ranks_write_nothing(start, tmp_path):

@@ -70,5 +70,19 @@ def test_a_run_that_never_met_is_not_taken_for_the_one_before(job, capsys) -> No
     assert "ended before all ranks had met" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("status", [None, "running"])
+def test_a_run_that_could_not_write_its_status_has_its_exit_code(job, capsys, status) -> None:
+    assert job(status, 85, step=40) == 0
+    assert "requeue: stopped (exit code 85" in capsys.readouterr().out
+    assert job(status, 0, step=50) == 1
+    assert "no requeue: complete at step 50" in capsys.readouterr().out
+
+
+def test_no_history_no_requeue(job, tmp_path, capsys) -> None:
+    (tmp_path / "requeue.json.tmp").mkdir()
+    assert job("stopped", 85, step=40) == 1
+    assert "requeue.json cannot be written" in capsys.readouterr().out
+
+
 def test_bad_input_is_not_tried_again(job) -> None:
     assert job("running", 2) == 1

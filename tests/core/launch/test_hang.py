@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from core.comm.ledger import Ledger
-from core.launch.hang import Progress, disagreements, judge
+from core.launch.hang import AwakeClock, Progress, disagreements, judge
 
 
 def answer(**changed):
@@ -28,14 +28,33 @@ def note(ledger: Ledger, tag: str, group: str = "tp", op: str = "all_reduce") ->
     ],
 )
 def test_the_culprit(answers, culprit, why) -> None:
-    verdict = judge(answers, 3, 20.0)
+    verdict = judge(answers, 3, 20.0, 25.0)
     assert verdict.culprit == culprit and why in verdict.cause
 
 
 def test_nobody_is_to_blame_while_one_works() -> None:
     """Ranks wait at a barrier while one builds an index or writes a checkpoint."""
-    assert judge({0: answer(), 1: answer(waiting=False, busy=True)}, 2, 20.0) is None
-    assert judge({0: answer(), 1: answer(waiting=False, still=1.0)}, 2, 20.0) is None
+    assert judge({0: answer(), 1: answer(waiting=False, busy=True)}, 2, 20.0, 20.0) is None
+    assert judge({0: answer(), 1: answer(waiting=False, still=1.0)}, 2, 20.0, 20.0) is None
+
+
+def test_a_rank_that_cannot_answer_may_be_in_a_long_call() -> None:
+    """Sorting an index, or compiling, for three minutes under Python's global lock."""
+    answers = {0: answer(still=180.0), 2: answer(still=180.0)}
+    assert judge(answers, 3, 120.0, Progress(Ledger(), None, 600.0).patience()) is None
+    assert judge(answers, 3, 120.0, Progress(Ledger(), 120.0, 600.0).patience()).culprit == 1
+
+
+def test_time_in_which_nobody_could_look_does_not_count(monkeypatch) -> None:
+    """A job that was suspended for an hour, or whose threads waited for the global lock."""
+    now = [0.0]
+    monkeypatch.setattr("core.launch.hang.time.monotonic", lambda: now[0])
+    clock, progress = AwakeClock(), Progress(Ledger(), 20.0, 600.0)
+    progress.still()
+    now[0] = 1.0
+    assert (clock.now(2.0), progress.still()) == (1.0, 1.0)
+    now[0] = 3601.0
+    assert (clock.now(2.0), progress.still()) == (3.0, 11.0)
 
 
 def test_a_rank_looks_busy_from_its_own_stack() -> None:
@@ -91,8 +110,28 @@ def test_the_limit_follows_the_steps_and_stays_below_the_collectives_timeout(mon
     for step in range(20):
         progress.begin_step(step)
         now[0] += 30.0
-    assert progress.limit() == 300.0 and progress.longest == 30.0
+    assert progress.limit() == 300.0
     assert Progress(Ledger(), 5.0, 600.0).limit() == 5.0
+
+
+def test_the_longest_wait_for_a_stop_is_a_step_and_its_save(monkeypatch) -> None:
+    """An evaluation of an hour polls; counted whole, it would end each job two hours early."""
+    now = [0.0]
+    monkeypatch.setattr("core.launch.hang.time.monotonic", lambda: now[0])
+    progress = Progress(Ledger(), None, 600.0)
+
+    def after(seconds: float, then) -> None:
+        now[0] += seconds
+        then()
+
+    after(500.0, progress.polled)  # the data was built
+    after(70.0, lambda: progress.begin_step(1))
+    for _ in range(60):  # a step, then batches of an evaluation
+        after(60.0, progress.polled)
+    after(90.0, progress.polled)  # a save
+    after(0.0, lambda: progress.begin_step(2))
+    after(60.0, progress.polled)
+    assert progress.longest == 90.0
 
 
 def test_progress_is_a_step_or_a_collective(monkeypatch) -> None:

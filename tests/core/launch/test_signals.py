@@ -71,6 +71,8 @@ def test_a_rank_that_is_not_done_in_time_says_where_it_is() -> None:
 def test_grace_is_what_the_launcher_grants() -> None:
     assert grace_after_term({}) is None
     assert grace_after_term({"SLURM_JOB_ID": "1"}) == 25.0
+    assert grace_after_term({"SLURM_JOB_ID": "1", "PHALANX_KILL_WAIT": "300"}) == 295.0
+    assert grace_after_term({"SLURM_JOB_ID": "1", "PHALANX_KILL_WAIT": ""}) == 25.0
     torchrun = {"SLURM_JOB_ID": "1", "TORCHELASTIC_RUN_ID": "r"}
     assert grace_after_term(torchrun) == 25.0
     assert grace_after_term({**torchrun, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}) == 295.0
@@ -78,8 +80,9 @@ def test_grace_is_what_the_launcher_grants() -> None:
 
 def test_the_end_of_a_job(tmp_path) -> None:
     assert job_end({}, 0) is None
-    assert job_end({"SLURM_JOB_END_TIME": "1800000000"}, 3) == 1.8e9
-    assert job_end({"SLURM_JOB_ID": "7"}, 1) is None  # rank 0 asks for all
+    told = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1800000000"}
+    assert job_end(told, 0) == 1.8e9
+    assert job_end(told, 1) is None  # rank 0 knows for all: of many clocks one is always fast
 
 
 def test_an_older_slurm_is_asked(tmp_path, monkeypatch) -> None:

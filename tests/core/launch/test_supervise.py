@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from core.launch import find_here
-from core.launch.failure import Failure, describe_exit, read_failures
+from core.launch.failure import Failure, Reporter, describe_exit, read_failures
+from core.launch.supervise import _forward_signals
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = [sys.executable, "-W", "error", str(ROOT / "scripts" / "chaos_program.py")]
@@ -101,6 +102,13 @@ def test_a_traceback_from_before_the_launcher_was_there_is_found(tmp_path) -> No
     assert lines[-2] == "ImportError: broken install"
 
 
+def test_a_segfault_says_where(tmp_path) -> None:
+    found, _, err = light("--nproc", "2", "--steps", "3000", "--culprit", "1", "--how", "segv")
+    assert found == 139
+    assert err.rstrip().splitlines()[-1].endswith("failed: killed by signal 11 (SIGSEGV)")
+    assert "in misbehave" in err[err.index("Fatal Python error", err.index("rank 1 (")) :]
+
+
 def test_bad_input_is_said_once_and_nothing_failed() -> None:
     code, _, err = light("--nproc", "2", "--culprit", "0", "--how", "refuse")
     assert code == 2
@@ -148,6 +156,39 @@ def test_signals_reach_the_ranks(name, code) -> None:
     assert not alive(int(first.split()[1]))
 
 
+class Forwarded:
+    """A child that notes the signals it would have got."""
+
+    code = None
+
+    def __init__(self) -> None:
+        self.process, self.got = self, []
+
+    def send_signal(self, number: int) -> None:
+        self.got.append(number)
+
+
+def test_a_third_ctrl_c_kills_but_a_scheduler_may_repeat_itself() -> None:
+    child = Forwarded()
+    with _forward_signals([child]):
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+            signal.raise_signal(number)
+        assert child.got == [signal.SIGUSR1] * 3 + [signal.SIGTERM]
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+    assert child.got[4:] == [signal.SIGINT, signal.SIGINT, signal.SIGKILL]
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    child, before = Forwarded(), signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _forward_signals([child]) as received:
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (child.got, received) == ([], [])
+
+
 def test_ranks_do_not_outlive_a_parent_that_is_killed() -> None:
     process = start("--light", "--nproc", "2", "--steps", "3000")
     pids = [int(stream.readline().split("pid")[1].split()[0])
@@ -177,6 +218,25 @@ def test_records_put_causes_before_victims(tmp_path) -> None:
         (3, "ValueError: planted"),
         (0, "Connection closed by peer"),
     ]
+
+
+def test_of_two_causes_the_store_says_which_was_first(tmp_path, monkeypatch) -> None:
+    """Rank 5's clock is an hour slow, and a cleaner has taken the folder of a long run."""
+
+    class Others:
+        def announce(self, failure: Failure) -> bool:
+            return failure.rank == 3
+
+        def linger(self) -> None:
+            pass
+
+    monkeypatch.setattr("core.launch.failure.leave", lambda code: None)
+    folder = tmp_path / "cleaned" / "away"
+    for rank, clock in ((3, 5000.0), (5, 1400.0)):
+        reporter = Reporter(rank, [folder])
+        reporter.others = Others()
+        reporter.fail(Failure(rank, "ValueError: planted", time=clock))
+    assert [f.rank for f in read_failures(folder)] == [3, 5]
 
 
 def test_exit_codes_in_words() -> None:

@@ -1,11 +1,13 @@
 """One process watches others, with short beats; the others are entries in a real store."""
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 from core.comm.ledger import Ledger
 from core.launch import watch
+from core.launch.bell import Bell
 from core.launch.failure import Failure, Reporter
 from core.launch.hang import Progress
 from core.launch.watch import Circle, Process, Watch
@@ -144,6 +147,34 @@ def test_a_host_that_went_away_is_named(watching, store) -> None:
         assert time.monotonic() - start < 10
     assert reporter.said[0].rank == 3 and "no sign of life from its host" in reporter.said[0].cause
     assert time.monotonic() - start > 0.6  # a lone rank may be busy for longer
+
+
+def test_a_busy_host_is_told_from_one_that_went_away(watching, store) -> None:
+    """All its ranks may hold Python's global lock at once; its kernel answers for them."""
+    bell = Bell()
+    busy = replace(here(1, host="b"), bell=("127.0.0.1", bell.port))
+    everyone = [here(0), busy, replace(busy, rank=2)]
+    for rank in (1, 2):
+        store.set(f"w/beat/{rank}", "1")
+    watched, reporter = watching(Circle(everyone[0], None, everyone[0], everyone, 3))
+    watched._bell = bell
+    assert not reporter.event.wait(1.0)
+    bell.close()
+    assert reporter.event.wait(5)
+    assert reporter.said[0].rank == 1
+
+
+def test_a_rank_whose_threads_could_not_run_blames_nobody(watching) -> None:
+    """The store's silence it finds when the global lock is free again is its own."""
+    _, reporter = watching(Circle(here(1), None, here(0), (), 2))
+    ctypes.PyDLL(None).usleep(900_000)  # keeps the lock
+    assert not reporter.event.wait(0.3)
+
+
+def test_beats_that_are_slow_since_ranks_are_many_are_no_silence(watching) -> None:
+    """40,000 ranks beat every 20 s."""
+    assert watching(Circle(here(1), None, here(0), (), 40_000))[0]._silence == 60.0
+    assert watching(Circle(here(1), None, here(0), (), 100))[0]._silence == 0.3
 
 
 def test_a_store_that_is_gone_is_named_by_its_owner(watching) -> None:

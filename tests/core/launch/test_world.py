@@ -9,16 +9,18 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from core.comm import Ledger
-from core.launch.failure import read_failures
+from core.launch.failure import Reporter, read_failures
 from core.launch.hang import Progress
 from core.launch.signals import StopSignal
 from core.launch.status import read_status
+from core.launch.tee import Tee
 from core.launch.world import World
 from tests.core.launch.test_supervise import PROGRAM, clean_environ, start
 
@@ -82,6 +84,28 @@ def test_the_time_limit_leaves_room_for_a_write_beside_the_steps() -> None:
     assert world.stop_requested() is None
     world.at_write(25.0)
     assert world.stop_requested() == "the job's time limit is near"
+
+
+def test_a_status_that_cannot_be_written_is_a_warning(tmp_path, capsys) -> None:
+    """The checkpoint is there: the run was stopped, and has not failed."""
+    (tmp_path / "file").touch()
+    parts = dict.fromkeys(("group", "signals", "progress"))
+    world = World(0, 1, 0, 1, "cpu", "test", "none", reporter=Reporter(0), **parts)
+    world.reporter.status_dir = tmp_path / "file"
+    world.report("stopped", "SIGUSR1")
+    assert "status.json does not say 'stopped': " in capsys.readouterr().err
+
+
+def test_a_log_on_a_full_disk_ends_no_run(capsys) -> None:
+    with open("/dev/full", "w", buffering=1) as full:
+        tee = Tee(sys.stdout, full)
+        for _ in range(3):
+            print("a line", file=tee, flush=True)
+        out = capsys.readouterr().out
+        assert out.count("a line") == 3
+        assert out.count("WARNING: /dev/full is not written: No space left on device") == 1
+        with suppress(OSError):
+            full.close()
 
 
 def test_ranks_of_nproc_meet_work_and_leave(tmp_path) -> None:
