@@ -5,6 +5,7 @@ Layout parity of whole runs is in tests/test_parity.py, resuming in tests/test_r
 
 import gc
 import math
+import time
 import weakref
 from dataclasses import replace
 
@@ -418,6 +419,16 @@ def test_the_time_limit_saves_and_is_resumable():
     stopped, done, saved, _ = ended(ALONE, Limits(last_iteration=5, exit_duration_in_mins=1e-9))
     assert stopped == Stopped("--exit-duration-in-mins 1e-09 is over")
     assert (done, saved) == (1, [1])
+
+
+@pytest.mark.parametrize(("minutes_ago", "done"), [(0, 3), (2, 1)])
+def test_the_time_limit_counts_from_when_the_process_began(minutes_ago, done):
+    """Loading a checkpoint can take half an hour of a job."""
+    trainer, feed = make_trainer(ALONE, GPT2, Layout())
+    state, began = TrainState(), time.monotonic() - 60 * minutes_ago
+    limits = Limits(last_iteration=3, exit_duration_in_mins=1.9)
+    train(trainer, state, feed, limits=limits, reporter=Recorder(), began=began)
+    assert state.iteration == done
 
 
 def test_one_ranks_signal_stops_all_after_the_same_iteration(ranks):
