@@ -13,8 +13,9 @@ import math
 import os
 import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,9 +25,11 @@ from torch import Tensor
 
 from core.checkpoint.errors import BrokenCheckpoint
 from core.checkpoint.index import StoredFile
+from core.checkpoint.write_back import start_write_back
 
 BLOCK = 4 * 1024**2  # bytes per checksum, and per read or write; a multiple of every item size
 THREADS = 2  # blocks in flight: checksum of one while another is on its way to or from the disk
+AHEAD = 8  # blocks of a file that wait to be written while the next tensor is made ready
 
 SAFETENSORS_NAMES = {
     torch.float64: "F64",
@@ -83,23 +86,63 @@ def write_file(
     """Writes tensors under their keys and syncs the file.
 
     Returns the file's facts and, per entry, the crc32 of each of its blocks. A tensor that is not
-    contiguous on the host is copied when its turn comes: extra memory is one tensor. `metadata` is
-    what the format allows besides tensors. OSError when the disk is full.
+    contiguous on the host is copied when its turn comes: extra memory is the largest of those and
+    at most 12 blocks. `metadata` is what the format allows besides tensors. OSError when the disk
+    is full.
     """
     order = sorted(range(len(entries)), key=lambda i: -entries[i][1].element_size())  # stay aligned
     header, end = _header([entries[i] for i in order], metadata)
-    sums: dict[int, tuple[int, ...]] = {}
     target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         at = _write(target, memoryview(header), 0)
-        for i in order:
-            data = host_bytes(entries[i][1])
-            sums[i] = tuple(in_threads(_block_writer(target, data, at), _blocks(len(data))))
-            at += len(data)
+        sums = _write_tensors(target, at, [entries[i][1] for i in order])
         os.fsync(target)
     finally:
         os.close(target)
-    return StoredFile(len(header) + end, zlib.crc32(header)), [sums[i] for i in range(len(entries))]
+    facts = StoredFile(len(header) + end, zlib.crc32(header))
+    return facts, [crcs for _, crcs in sorted(zip(order, sums, strict=True))]
+
+
+def _write_tensors(
+    target: int, at: int, tensors: Sequence[Tensor | Deferred]
+) -> list[tuple[int, ...]]:
+    """Writes them one behind the other from offset `at`; the crc32 of the blocks of each."""
+    pool = ThreadPoolExecutor(THREADS)
+    sums: list[list[Future[int]]] = []
+    under_way: deque[Future[int]] = deque()
+
+    def leave(blocks: int) -> None:
+        while len(under_way) > blocks:
+            under_way.popleft().result()
+
+    try:
+        for tensor in tensors:
+            if _is_made(tensor) and tensor.numel() * tensor.element_size() > AHEAD // 2 * BLOCK:
+                leave(0)  # two large ones at a time would be too much
+            data = host_bytes(tensor)
+            sums.append([])
+            for start in range(0, len(data), BLOCK):
+                leave(AHEAD - 1)
+                block = data[start : start + BLOCK]
+                under_way.append(pool.submit(_write_block, target, block, at + start))
+                sums[-1].append(under_way[-1])
+            at += len(data)
+        return [tuple(future.result() for future in blocks) for blocks in sums]
+    finally:
+        pool.shutdown(cancel_futures=True)  # after a failure the rest is not tried
+
+
+def _write_block(target: int, block: memoryview, at: int) -> int:
+    _write(target, block, at)
+    start_write_back(target, at, len(block))
+    return zlib.crc32(block)
+
+
+def _is_made(tensor: Tensor | Deferred) -> bool:
+    """Whether `host_bytes` takes memory for it."""
+    if isinstance(tensor, Deferred):
+        return True
+    return tensor.device.type != "cpu" or not tensor.is_contiguous()
 
 
 def _header(
@@ -121,15 +164,6 @@ def _header(
     text = json.dumps(facts, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, end
-
-
-def _block_writer(target: int, data: memoryview, start: int) -> Callable[[int], int]:
-    def write_block(i: int) -> int:
-        block = data[i * BLOCK : (i + 1) * BLOCK]
-        _write(target, block, start + i * BLOCK)
-        return zlib.crc32(block)
-
-    return write_block
 
 
 def _write(target: int, data: memoryview, at: int) -> int:
@@ -228,10 +262,6 @@ def host_bytes(tensor: Tensor | Deferred) -> memoryview:
             raise ValueError(f"{made} made {tensor.dtype} of shape {tuple(tensor.shape)}")
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())
-
-
-def _blocks(size: int) -> range:
-    return range(-(-size // BLOCK))
 
 
 def in_threads(job: Callable[[int], object], numbers: Iterable[int]) -> list:
