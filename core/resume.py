@@ -61,6 +61,7 @@ class Checkpoints:
                 after=-1 if here is None else here,
                 took=self.took,
             ).__enter__()
+            self.trainer.before_update = self._saver.copied
         return self
 
     def __exit__(

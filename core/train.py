@@ -101,6 +101,7 @@ class Trainer:
     pipeline_log  is told when each forward and backward of training ran
     vocabulary_schedule  of embedding and output layer, where --decoupled-lr gives them another
     repeats_faults  make a step that is not finite once more, to find the layer
+    before_update   is called before a step changes what a checkpoint holds
     """
 
     grid: ProcessGrid
@@ -113,6 +114,7 @@ class Trainer:
     pipeline_log: PipelineLog | None = None
     vocabulary_schedule: Schedule | None = None
     repeats_faults: bool = False
+    before_update: Callable[[], None] = lambda: None
     _executors: dict[tuple[int, bool], Executor] = field(default_factory=dict)
 
     def executor(self, microbatches: int, forward_only: bool = False) -> Executor:
@@ -144,6 +146,7 @@ class Trainer:
         if not math.isfinite(loss):
             self._stop("loss", "", loss, state, feed, bad_samples(result, samples))
         # 2. norm and clip, update
+        self.before_update()
         with self.grid.ledger.at("optimizer"):
             vocabulary_rate = None
             if self.vocabulary_schedule is not None:

@@ -162,11 +162,14 @@ def test_the_last_save_must_not_fail(tmp_path, full_disk, behind):
     assert saved_iterations(tmp_path) == [1]
 
 
-def test_the_last_save_is_tried_once_more(tmp_path, full_disk):
+@pytest.mark.parametrize("how", [("--on-failed-save", "continue"), ("--async-save",)])
+def test_the_last_save_is_tried_once_more(tmp_path, full_disk, how):
     full_disk.add(2)
-    flags = ("--train-iters", 2, "--save-interval", 1, "--on-failed-save", "continue")
-    run(*flags, "--save", tmp_path)
-    assert saved_iterations(tmp_path) == [2, 1]
+    flags = ("--train-iters", 2, "--save-interval", 1)
+    run(*flags, *how, "--save", tmp_path / "full")
+    assert saved_iterations(tmp_path / "full") == [2, 1]
+    run(*flags, "--save", tmp_path / "whole")
+    assert_same_bits(contents(tmp_path / "full"), contents(tmp_path / "whole"))
 
 
 # ---- the end of a run with a save under way ------------------------------------------------------
@@ -208,7 +211,7 @@ def test_a_nan_waits_for_the_save_under_way(tmp_path, slow_disk, monkeypatch):
 
 
 def test_a_nan_is_told_first_when_that_save_fails_too(tmp_path, full_disk, monkeypatch):
-    full_disk.add(1)
+    full_disk |= {1, 2}
     stop_at_3(monkeypatch, TrainingStopped("planted"))
     with pytest.raises(TrainingStopped, match="planted") as raised:
         run(*BEHIND, "--save", tmp_path)

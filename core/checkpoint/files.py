@@ -28,7 +28,8 @@ from core.checkpoint.index import StoredFile
 from core.checkpoint.write_back import start_write_back
 
 BLOCK = 4 * 1024**2  # bytes per checksum, and per read or write; a multiple of every item size
-THREADS = 2  # blocks in flight: checksum of one while another is on its way to or from the disk
+THREADS = 2  # blocks being read: checksum of one while another is on its way from the disk
+WRITERS = 3  # blocks being written: one more, because a disk with enough to do makes one wait
 AHEAD = 8  # blocks of a file that wait to be written while the next tensor is made ready
 
 SAFETENSORS_NAMES = {
@@ -107,7 +108,7 @@ def _write_tensors(
     target: int, at: int, tensors: Sequence[Tensor | Deferred]
 ) -> list[tuple[int, ...]]:
     """Writes them one behind the other from offset `at`; the crc32 of the blocks of each."""
-    pool = ThreadPoolExecutor(THREADS)
+    pool = ThreadPoolExecutor(WRITERS)
     sums: list[list[Future[int]]] = []
     under_way: deque[Future[int]] = deque()
 

@@ -18,10 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from pathlib import Path
-
-import torch
 
 from core.checkpoint import directory as folders
 from core.checkpoint import files
@@ -30,6 +27,7 @@ from core.checkpoint.index import Part, StoredBox, StoredTensor, file_name, merg
 from core.checkpoint.pieces import Piece
 from core.checkpoint.reader import Say, to_stderr
 from core.checkpoint.slices import show, whole
+from core.checkpoint.staging import Copies, Staging
 from core.comm import Group, broadcast_object, gather_objects
 
 GRACE = 90.0  # seconds in which rank 0 must see what another rank has written and synced
@@ -61,7 +59,7 @@ class Saver:
     directory        made if need be, and locked against other runs until `close`
     keep_last        keep this many of the newest (None: all)
     retain_interval  keep multiples of it for good; see `directory.obsolete`
-    asynchronous     copy the pieces, return, and write in a thread of each rank
+    asynchronous     return at once; a thread of each rank copies the pieces, then writes the copies
     loaded           iteration this run was loaded from: never removed
     after            what lies beyond it is not of this run, and is set aside before the first save
                      appears (-1: all there is; None: nothing)
@@ -94,7 +92,7 @@ class Saver:
         self._keep = (keep_last, retain_interval, loaded)
         self._after = after
         self._took, self._say = took, say
-        self._staging = _Staging()
+        self._staging = Staging()
         self._under_way: _Save | None = None
         self._lock: folders.Lock | None = None
         self._on_rank_0(self._take_folder, "cannot save here", CheckpointError)
@@ -112,7 +110,8 @@ class Saver:
         """Saves what the ranks' pieces add up to; returns when it is complete, or being written.
 
         pieces  what this rank owns; over all ranks they tile every tensor exactly. Making them must
-                not communicate. May be written to as soon as this returns.
+                not communicate. May be written to when this returns; if asynchronous, only after
+                `copied`, which a training loop calls between its backward and its update.
         meta    plain JSON; rank 0's is kept
 
         First waits for the save under way; a failure of that one is raised now and nothing is
@@ -126,10 +125,15 @@ class Saver:
             under_way.write(pieces)
             self.wait()
             return
-        if under_way.stage(pieces, self._staging):
+        if under_way.begin_copies(pieces, self._staging):
             thread = threading.Thread(target=self._in_background, args=(under_way,), daemon=True)
             under_way.thread = thread
             thread.start()
+
+    def copied(self) -> None:
+        """Returns when the pieces of the save under way may be written to. Talks to nobody."""
+        if self._under_way and self._under_way.copies:
+            self._under_way.copies.wait()
 
     def wait(self) -> int | None:
         """Waits for the save under way and returns its iteration, None when there is none."""
@@ -152,11 +156,30 @@ class Saver:
         return under_way.iteration
 
     def close(self) -> None:
-        """Waits for the save under way and lets other runs save here."""
+        """Waits for the save under way and lets other runs save here.
+
+        If that one has failed there is no next save to be told of it, so it is tried once more.
+        """
+        last = self._under_way
         try:
             self.wait()
+        except SaveError as error:
+            if self.world.rank == 0:
+                self._say(f"WARNING: {error}. It is the last one, and is tried once more")
+            self._once_more(last)
         finally:
             self._release()
+
+    def _once_more(self, failed: _Save) -> None:
+        """Writes the copies of a save that failed in the background, in this thread."""
+        what = f"cannot save iteration {failed.iteration}"
+        self._on_rank_0(lambda: self._prepare(failed.folder, failed.meta), what)
+        self._under_way = _Save(failed.iteration, failed.folder, failed.meta, self.world.rank)
+        if failed.copies is None:
+            self._under_way.fail(failed.error)
+        else:
+            self._under_way.write(failed.copies.made())
+        self.wait()
 
     # ---- rank 0 ---------------------------------------------------------------------------------
 
@@ -224,7 +247,7 @@ class Saver:
 
     def _in_background(self, under_way: _Save) -> None:
         began = time.monotonic()
-        under_way.write(under_way.staged)
+        under_way.write(under_way.copies.made())
         if under_way.error:
             self._say(f"WARNING: saving iteration {under_way.iteration}: {_text(under_way.error)}")
         elif self.world.rank == 0:
@@ -256,20 +279,23 @@ class _Save:
     folder: Path
     meta: dict
     rank: int
-    staged: list[Piece] = field(default_factory=list)
+    copies: Copies | None = None
     written: threading.Event = field(default_factory=threading.Event)
     cancelled: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
     error: Exception | None = None
 
-    def stage(self, pieces: Iterable[Piece], staging: _Staging) -> bool:
-        """Copies the pieces; False, and nothing will be written, when that failed."""
+    def begin_copies(self, pieces: Iterable[Piece], staging: Staging) -> bool:
+        """False, and nothing will be written, when there is no memory for them."""
         try:
-            self.staged = staging.copy(pieces)
+            self.copies = staging.begin(pieces)
         except Exception as error:  # told to every rank by `Saver.wait`
-            self.error = error
-            self.written.set()
+            self.fail(error)
         return self.error is None
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self.written.set()
 
     def write(self, pieces: Iterable[Piece]) -> None:
         """Writes this rank's file, then its part of the index: the sign that it is done."""
@@ -330,38 +356,6 @@ def _write_tensors(folder: Path, rank: int, pieces: list[Piece]) -> Part:
 
 def _key(piece: Piece) -> str:
     return piece.name if piece.box == whole(piece.shape) else piece.name + show(piece.box)
-
-
-class _Staging:
-    """Host memory for the pieces of a save in the background, kept from one save to the next."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def copy(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """The same pieces in memory that nobody else writes to.
-
-        Plain memory copies on the host: torch's own, over all threads, is slower for tensors of a
-        few MB and much slower when the cores are busy.
-        """
-        pieces = list(pieces)
-        sizes = [piece.tensor.numel() * piece.tensor.element_size() for piece in pieces]
-        starts = [0, *accumulate(-(-size // 64) * 64 for size in sizes)]
-        on_gpu = any(piece.tensor.is_cuda for piece in pieces)
-        if self._memory.numel() < starts[-1]:
-            self._memory = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=on_gpu)
-        copies = []
-        for piece, start, size in zip(pieces, starts, sizes):
-            place = self._memory[start : start + size]
-            tensor = place.view(piece.tensor.dtype).view(piece.tensor.shape)
-            if piece.tensor.is_cuda:
-                tensor.copy_(piece.tensor.detach(), non_blocking=True)
-            else:
-                files.host_bytes(place)[:] = files.host_bytes(piece.tensor)
-            copies.append(replace(piece, tensor=tensor))
-        if on_gpu:
-            torch.cuda.synchronize()
-        return copies
 
 
 def _text(error: BaseException) -> str:

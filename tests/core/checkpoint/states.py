@@ -132,6 +132,7 @@ def save_forever(world: Group, directory: Path, asynchronous: bool, first: int) 
         for iteration in range(first, first + 100_000):
             mine = flat_pieces(iteration, world.rank, world.size)
             saver.save(iteration, mine, {"n": iteration})
+            saver.copied()
             for piece in mine:
                 piece.tensor.fill_(-1)
 

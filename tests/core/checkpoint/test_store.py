@@ -177,6 +177,7 @@ def test_in_the_background_the_values_are_those_of_the_call(tmp_path):
         for iteration in (1, 2, 3):
             values.fill_(iteration)
             saver.save(iteration, [single("x", values)], {})
+            saver.copied()
             values.fill_(-1)
         assert saver.wait() == 3
         assert saver.wait() is None
