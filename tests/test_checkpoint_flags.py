@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import pretrain_gpt
-from core.checkpoint import files, store
+from core.checkpoint import files, staging, store
 from core.checkpoint.directory import saved_iterations
 from core.checkpoint.errors import CheckpointError, MissingCheckpoint, SaveError
 from core.checkpoint.preflight import problems
@@ -105,6 +105,22 @@ def test_saved_in_the_background_it_is_the_same(ranks, tmp_path, size):
     assert saved_iterations(tmp_path / "plain") == [4, 3, 2, 1]
     assert saved_iterations(tmp_path / "behind") == [4, 3, 2]
     for step in (2, 3, 4):
+        assert_same_bits(contents(tmp_path / "plain", step), contents(tmp_path / "behind", step))
+
+
+def test_the_update_waits_for_the_copy(tmp_path, monkeypatch):
+    """A copy that takes longer than a step's forward and backward has none of the update in it."""
+    made = staging.Copies.made
+
+    def slowly(self):
+        time.sleep(0.3)
+        yield from made(self)
+
+    monkeypatch.setattr(staging.Copies, "made", slowly)
+    flags = ("--train-iters", 3, "--save-interval", 1)
+    run(*flags, "--save", tmp_path / "behind", "--async-save")
+    run(*flags, "--save", tmp_path / "plain")
+    for step in (1, 2, 3):
         assert_same_bits(contents(tmp_path / "plain", step), contents(tmp_path / "behind", step))
 
 

@@ -116,24 +116,29 @@ def _write_tensors(
         while len(under_way) > blocks:
             under_way.popleft().result()
 
+    def write(data: memoryview, at: int) -> int:
+        """Returns the offset behind it, and keeps nothing of it."""
+        sums.append([])
+        for start in range(0, len(data), BLOCK):
+            leave(AHEAD - 1)
+            block = [data[start : start + BLOCK]]
+            under_way.append(pool.submit(_write_block, target, block, at + start))
+            sums[-1].append(under_way[-1])
+        return at + len(data)
+
     try:
         for tensor in tensors:
             if _is_made(tensor) and tensor.numel() * tensor.element_size() > AHEAD // 2 * BLOCK:
                 leave(0)  # two large ones at a time would be too much
-            data = host_bytes(tensor)
-            sums.append([])
-            for start in range(0, len(data), BLOCK):
-                leave(AHEAD - 1)
-                block = data[start : start + BLOCK]
-                under_way.append(pool.submit(_write_block, target, block, at + start))
-                sums[-1].append(under_way[-1])
-            at += len(data)
+            at = write(host_bytes(tensor), at)
         return [tuple(future.result() for future in blocks) for blocks in sums]
     finally:
         pool.shutdown(cancel_futures=True)  # after a failure the rest is not tried
 
 
-def _write_block(target: int, block: memoryview, at: int) -> int:
+def _write_block(target: int, only: list[memoryview], at: int) -> int:
+    """Takes the block out of its list: a pool keeps what it calls with a little too long."""
+    block = only.pop()
     _write(target, block, at)
     start_write_back(target, at, len(block))
     return zlib.crc32(block)

@@ -125,10 +125,7 @@ class Saver:
             under_way.write(pieces)
             self.wait()
             return
-        if under_way.begin_copies(pieces, self._staging):
-            thread = threading.Thread(target=self._in_background, args=(under_way,), daemon=True)
-            under_way.thread = thread
-            thread.start()
+        under_way.begin(pieces, self._staging, self._in_background)
 
     def copied(self) -> None:
         """Returns when the pieces of the save under way may be written to. Talks to nobody."""
@@ -285,13 +282,17 @@ class _Save:
     thread: threading.Thread | None = None
     error: Exception | None = None
 
-    def begin_copies(self, pieces: Iterable[Piece], staging: Staging) -> bool:
-        """False, and nothing will be written, when there is no memory for them."""
+    def begin(
+        self, pieces: Iterable[Piece], staging: Staging, job: Callable[[_Save], None]
+    ) -> None:
+        """Starts the job in a thread of its own; fails where memory or threads have run out."""
         try:
             self.copies = staging.begin(pieces)
+            self.thread = threading.Thread(target=job, args=(self,), daemon=True)
+            self.thread.start()
         except Exception as error:  # told to every rank by `Saver.wait`
+            self.copies = self.thread = None
             self.fail(error)
-        return self.error is None
 
     def fail(self, error: Exception) -> None:
         self.error = error
