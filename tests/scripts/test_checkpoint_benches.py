@@ -23,7 +23,7 @@ def test_a_round_measures_every_way(tmp_path, monkeypatch):
     times = bench_checkpoint.run_rounds(state, 2, tmp_path)
     assert list(times) == [
         *("torch.save", "torch.save and fsync", "save", "torch.load", "load"),
-        *(bench_checkpoint.STEP, bench_checkpoint.BLOCKED, bench_checkpoint.BEHIND),
+        *(bench_checkpoint.STEP, bench_checkpoint.BEHIND, bench_checkpoint.BLOCKED),
     ]
     assert all(len(found) == 2 and min(found) > 0 for found in times.values())
 
