@@ -8,6 +8,7 @@ core/run.py (after).
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
@@ -111,16 +112,28 @@ def layout_facts(world: World, grid: ProcessGrid, placement: Placement) -> list[
 
 def writes_first(folder: str | None, reads: bool, world: Group) -> bool:
     """Whether this rank is the first of those that read and see this very folder: it writes there
-    what all of them lack. Collective; makes the folder."""
+    what all of them lack. Collective; makes the folder. A folder that cannot be made is said once a
+    node, and nobody writes there."""
     if folder is None:
         return False
-    mine = None
+    mine, problem = None, None
     if reads:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        found = os.stat(folder)
-        mine = [socket.gethostname(), found.st_dev, found.st_ino]
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            found = os.stat(folder)
+            mine = [socket.gethostname(), found.st_dev, found.st_ino]
+        except OSError as error:
+            problem = error.strerror
+            mine = [socket.gethostname(), problem]
     seen = gather_objects(mine, world, tag="startup.cache")
-    return reads and seen.index(mine) == world.rank
+    first = reads and seen.index(mine) == world.rank
+    if first and problem:
+        logging.getLogger(__name__).warning(
+            "--data-cache-path %s cannot be made (%s): every start draws the order anew",
+            folder,
+            problem,
+        )
+    return first and problem is None
 
 
 @dataclass(frozen=True)

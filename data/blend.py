@@ -22,6 +22,8 @@ from fractions import Fraction
 
 from data.index_format import DataError
 
+NOT_FINITE = ("nan", "inf", "infinity")
+
 
 def parse_blend(words: Sequence[str]) -> tuple[list[str], list[Fraction] | None]:
     """The prefixes and weights of `--data-path`: PREFIX, WEIGHT PREFIX WEIGHT PREFIX ..., or PREFIX
@@ -42,10 +44,12 @@ def parse_blend(words: Sequence[str]) -> tuple[list[str], list[Fraction] | None]
         return list(blend), list(blend.values())
     mixed = [word for word, number in zip(words, numbers) if number is not None]
     if mixed:
+        endless = [word for word in words[::2] if word.lower().lstrip("+-") in NOT_FINITE]
+        if endless:
+            raise DataError(f"{' '.join(words)}: weight {endless[0]} is no finite number")
         raise DataError(
             f"{' '.join(words)}: {mixed[0]} stands where a prefix is expected; give WEIGHT PREFIX "
-            "for every set, or prefixes "
-            "alone"
+            "for every set, or prefixes alone"
         )
     return list(dict.fromkeys(words)), None
 

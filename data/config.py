@@ -86,7 +86,7 @@ class DataConfig:
     def problems(self) -> Iterator[str]:
         """What contradicts itself, before any file is opened."""
         yield from self._source_problems()
-        if not self._split_is_usable():
+        if not self.split_is_usable:
             yield f"--split {self.split} is not one to three shares such as 969,30,1"
         if self.num_dataset_builder_threads < 1:
             yield (
@@ -104,7 +104,9 @@ class DataConfig:
                 typed = value if isinstance(value, str) else " ".join(value)
                 yield f"--mock-data and {_flag(name)} {typed} exclude each other"
 
-    def _split_is_usable(self) -> bool:
+    @property
+    def split_is_usable(self) -> bool:
+        """Whether --split is one to three shares."""
         try:
             shares = [float(part) for part in self.split.split(",")]
         except ValueError:

@@ -101,8 +101,8 @@ def data_problems(
     evaluates   the run reads validation samples at intervals
     pairs       BERT with its binary head: documents need two sentences
     """
-    if not config.has_files or config.mock_data:
-        return
+    if not config.has_files or config.mock_data or not config.split_is_usable:
+        return  # nothing to look at, or a problem that is reported elsewhere
     from data.checks import mix_problems
     from data.index_format import DataError
 

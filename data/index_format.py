@@ -68,7 +68,9 @@ def read_header(path: Path) -> tuple[np.dtype, int, int]:
     size = path.stat().st_size
     with open(path, "rb") as file:
         head = file.read(HEADER.size)
-    if not MAGIC.startswith(head[: len(MAGIC)]) or not head:
+    if not head:
+        raise DataError(f"{path} is empty; {REWRITE}")
+    if not MAGIC.startswith(head[: len(MAGIC)]):
         raise DataError(
             f"{path} is not a Megatron index: it starts with {head[: len(MAGIC)]!r}, not "
             f"{MAGIC!r}; {REWRITE}"

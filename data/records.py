@@ -125,7 +125,18 @@ def parse_block(block: Block, keys: tuple[str, ...]) -> Iterator[tuple[int, list
             else:
                 yield number, [record.decode("utf-8")]
         except (ValueError, RecursionError) as error:
-            yield number, DataError(f"{block.path} line {number}: {error}")
+            yield number, DataError(f"{block.path} line {number}: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong with a record, in a user's words."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error.msg} at column {error.colno}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8: byte 0x{error.object[error.start]:02x} at column {error.start + 1}"
+    if isinstance(error, RecursionError):
+        return "not JSON that can be read: it nests too deeply"
+    return str(error)
 
 
 def _lines(block: Block) -> list[bytes]:
@@ -146,7 +157,13 @@ def _texts(record: object, keys: tuple[str, ...]) -> list[str]:
         text = record[key]
         if not isinstance(text, str):
             raise ValueError(f"key {key!r} holds {type(text).__name__}, not text")
-        text.encode("utf-8")  # a lone surrogate, which JSON can write and no text has
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:  # JSON can write one, and no text has any
+            half = ascii(text[error.start])[1:-1]
+            raise ValueError(
+                f"key {key!r} holds {half}, half of a surrogate pair, which is no character"
+            ) from None
         texts.append(text)
     return texts
 

@@ -265,6 +265,8 @@ class NullTokenizer:
     then one end token."""
 
     def __init__(self, vocab_size: int):
+        if vocab_size < 1:
+            raise DataError(f"--vocab-size {vocab_size} is less than 1")
         self.eod = int(vocab_size)
         self.vocab_size = self.eod + 1
 

@@ -10,6 +10,7 @@ wrong. With --data-cache-path the cached orders there are read and verified too.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,11 +56,19 @@ def main(argv: list[str] | None = None) -> int:
     except DataError as error:
         print(f"check_data.py: {error}", file=sys.stderr)
         problems += 1
-    for sentence in damaged_files(args.data_cache_path) if args.data_cache_path else ():
+    for sentence in cache_problems(args.data_cache_path) if args.data_cache_path else ():
         print(f"check_data.py: {sentence}", file=sys.stderr)
         problems += 1
     print(f"{problems} problems" if problems else "no problems")
     return 2 if problems else 0
+
+
+def cache_problems(folder: str) -> Iterator[str]:
+    """A sentence for each cached order that is damaged, or for a folder that holds none."""
+    if not os.path.isdir(folder):
+        yield f"--data-cache-path {folder} is no folder"
+        return
+    yield from damaged_files(folder)
 
 
 def tokenizer_of(args: argparse.Namespace):

@@ -79,24 +79,29 @@ def main(argv: list[str] | None = None) -> int:
         split_sentences=args.split_sentences,
         keep_newlines=args.keep_newlines,
     )
+    again = "the same command starts anew"
     try:
-        Job(settings, find_inputs(args.input), args.text_documents, args.output_prefix).run(
-            args.workers, args.on_bad_line
-        )
+        job = Job(settings, find_inputs(args.input), args.text_documents, args.output_prefix)
+        try:
+            job.run(args.workers, args.on_bad_line)
+        finally:
+            if job.is_marked:
+                again = "the same command goes on from the last mark"
     except DataError as error:
         say(f"preprocess_data.py: {error}")
         return 2
     except OSError as error:
-        say(f"preprocess_data.py: {error}; the same command goes on from the last mark")
+        where = error.filename or args.output_prefix  # a write that fails names no file
+        say(f"preprocess_data.py: {where}: {error.strerror}; {again}")
         return 2
     except BrokenExecutor:
         say(
-            "preprocess_data.py: a worker died, perhaps for want of memory; the same command, with "
-            "fewer --workers if need be, goes on from the last mark"
+            f"preprocess_data.py: a worker died, perhaps for want of memory; {again}, with fewer "
+            "--workers if need be"
         )
         return 1
     except KeyboardInterrupt:
-        say("preprocess_data.py: stopped; the same command goes on from the last mark")
+        say(f"preprocess_data.py: stopped; {again}")
         return 130
     return 0
 
@@ -191,6 +196,8 @@ def find_inputs(inputs: list[str]) -> list[str]:
         matches = (
             [item] if os.path.isfile(item) else sorted(filter(os.path.isfile, glob.glob(item)))
         )
+        if not matches and os.path.isdir(item):
+            raise DataError(f"--input {item} is a folder; name its files, such as {item}/*.jsonl")
         if not matches:
             raise DataError(f"--input {item} does not exist")
         paths += matches
@@ -222,6 +229,11 @@ class Job:
         self.prefixes = {k: f"{output_prefix}_{k}_{settings.level}" for k in settings.json_keys}
         self.counts = Counts()
         self._mark_path = Path(f"{next(iter(self.prefixes.values()))}.partial", "mark.json")
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether a run that ended early left a mark to go on from."""
+        return self._mark_path.is_file()
 
     def run(self, workers: int, on_bad_line: str) -> None:
         """Raises DataError, and then nothing is left; any other error keeps what is marked."""
@@ -314,7 +326,7 @@ class Job:
         os.replace(part, self._mark_path)
 
     def _read_mark(self) -> dict | None:
-        if not self._mark_path.is_file():
+        if not self.is_marked:
             return None
         mark = json.loads(self._mark_path.read_text())
         if mark["fingerprint"] != self._fingerprint():

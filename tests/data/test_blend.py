@@ -108,6 +108,8 @@ def test_data_path_forms():
         ("0 a 0 b", "all weights are 0"),
         ("1 a b", "1 stands where a prefix is expected"),
         ("a 1 b 2", "1 stands where"),
+        ("NaN a 1 b", "weight NaN is no finite number"),
+        ("1 a inf b", "weight inf is no finite number"),
     ],
 )
 def test_bad_blends_are_named(words, message):

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from data.checks import mix_problems, problems, token_range
+from data.config import GPTDataConfig
+from data.flag_checks import data_problems
 from data.indexed import IndexedBuilder, IndexedDataset
 from data.sets import Mix, mixes
 
@@ -77,3 +79,12 @@ def test_own_data_for_each_split_and_a_blend(prefix, tmp_path):
     first, second = mix_problems({"train": Mix((a,))}, 100, 19, ("train", "test"))
     assert "train has 10 of 10 documents with 100 tokens" in first
     assert "no data for test; give --test-data-path" in second
+
+
+def test_a_split_that_is_none_is_reported_once(tmp_path):
+    """By the config's own problems; the files are not looked at then."""
+    config = GPTDataConfig(data_path=[str(tmp_path / "none")], split="a,b")
+    assert sum("--split a,b" in sentence for sentence in config.problems()) == 1
+    assert list(data_problems(config, 8, 100, evaluates=True)) == []
+    config = GPTDataConfig(data_path=[str(tmp_path / "none")])
+    assert len(list(data_problems(config, 8, 100, evaluates=True))) == 1

@@ -187,6 +187,13 @@ def test_every_truncation_is_found(tmp_path):
     IndexedDataset(tmp_path / "a")
 
 
+def test_an_empty_index_is_called_empty(tmp_path):
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"a{ending}").touch()
+    with pytest.raises(DataError, match=r"a\.idx is empty; write the pair again"):
+        IndexedDataset(tmp_path / "a")
+
+
 def patched(path, at, value):
     whole = bytearray(path.read_bytes())
     whole[at : at + len(value)] = value

@@ -57,3 +57,9 @@ def test_cached_orders_are_verified(prefix, tmp_path, capsys):
     path.write_bytes(path.read_bytes().replace(b"\1", b"\2", 1))
     assert check_data.main(argv) == 2
     assert "not what was written" in capsys.readouterr().err
+
+
+def test_a_cache_that_is_not_there(prefix, tmp_path, capsys):
+    argv = ["--data-path", prefix, "--data-cache-path", str(tmp_path / "none")]
+    assert check_data.main(argv) == 2
+    assert f"--data-cache-path {tmp_path / 'none'} is no folder" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """scripts/preprocess_data.py from its command line."""
 
+import errno
 import gzip
 import json
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.indexed import IndexedDataset
+from data.indexed import IndexedBuilder, IndexedDataset
 from scripts import build_corpus, preprocess_data
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,6 +88,50 @@ def test_nothing_to_write_is_an_error(tmp_path, capsys, content, message):
 def test_missing_input(tmp_path, capsys):
     assert run(tmp_path, "--input", str(tmp_path / "none.jsonl")) == 2
     assert "none.jsonl does not exist" in capsys.readouterr().err
+
+
+def test_a_folder_is_no_input(tmp_path, capsys):
+    assert run(tmp_path, "--input", str(tmp_path)) == 2
+    assert f"is a folder; name its files, such as {tmp_path}/*.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("mark_seconds", "again"),
+    [(1000, "starts anew"), (0, "goes on from the last mark")],
+    ids=["unmarked", "marked"],
+)
+def test_a_full_disk_is_said_and_the_same_command_ends_well(
+    tmp_path, capsys, monkeypatch, mark_seconds, again
+):
+    source = jsonl(tmp_path / "a.jsonl", [" ".join(["1"] * 400)] * 2000)
+    argv = ("--input", source, "--workers", "1")
+    assert run(tmp_path, *argv, prefix="whole") == 0
+    written = IndexedBuilder.add_documents
+
+    def full(self, tokens, *rest):
+        if self.num_tokens:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written(self, tokens, *rest)
+
+    monkeypatch.setattr(IndexedBuilder, "add_documents", full)
+    monkeypatch.setattr(preprocess_data, "MARK_SECONDS", mark_seconds)
+    assert run(tmp_path, *argv) == 2
+    said = f"{tmp_path / 'out'}: No space left on device; the same command {again}"
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out_text_document.idx").exists()
+    monkeypatch.undo()
+    assert run(tmp_path, *argv) == 0
+    for ending in (".bin", ".idx"):
+        whole = (tmp_path / f"whole_text_document{ending}").read_bytes()
+        assert (tmp_path / f"out_text_document{ending}").read_bytes() == whole
+
+
+def test_a_vocabulary_has_a_token(tmp_path, capsys):
+    source = jsonl(tmp_path / "a.jsonl", ["1"])
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "0", "--workers", "1"]
+    argv = ["--input", source, "--output-prefix", str(tmp_path / "out"), *flags]
+    assert preprocess_data.main(argv) == 2
+    assert "--vocab-size 0 is less than 1" in capsys.readouterr().err
 
 
 def test_progress_starts_at_once(tmp_path, capsys):
