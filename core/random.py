@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,8 @@ from core.shard import Shard
 
 GOLDEN = 0x9E3779B97F4A7C15
 BLOCK = 1 << 17  # elements worked on at once: few calls, temporaries of 1 MiB
+SMALL = 1 << 14  # up to here the calls themselves are what mixing costs on a CPU
+FINALISER = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None))
 
 
 def _signed(x: int) -> int:
@@ -40,10 +43,24 @@ def stream_key(seed: int, *names: object) -> int:
 
 def mix64_(x: Tensor) -> Tensor:
     """SplitMix64's finaliser on int64, in place (Steele, Lea, Flood, 2014): a permutation."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)):
+    if x.device.type == "cpu" and x.numel() <= SMALL:
+        return _mix64_host_(x)
+    for shift, factor in FINALISER:
         x.bitwise_xor_((x >> shift).bitwise_and_((1 << (64 - shift)) - 1))
         if factor is not None:
             x.mul_(_signed(factor))
+    return x
+
+
+def _mix64_host_(x: Tensor) -> Tensor:
+    """By numpy, which has unsigned numbers and costs less a call."""
+    numbers = x.numpy().view(np.uint64)
+    spare = np.empty_like(numbers)
+    for shift, factor in FINALISER:
+        np.right_shift(numbers, shift, out=spare)
+        np.bitwise_xor(numbers, spare, out=numbers)
+        if factor is not None:
+            np.multiply(numbers, factor, out=numbers)
     return x
 
 

@@ -5,9 +5,17 @@ import statistics
 import pytest
 import torch
 
-from core.random import DropoutKeys, bits, init_normal_, normal, stream_key
+from core.random import (
+    SMALL,
+    DropoutKeys,
+    bits,
+    init_normal_,
+    mix64_,
+    normal,
+    stream_key,
+)
 from core.shard import Shard
-from kernels.stateless_mask import keep_mask
+from kernels.stateless_mask import _keep_on_device, _keep_on_host, keep_mask, threshold
 
 
 def gathered(shard: Shard, size: int, **kwargs) -> torch.Tensor:
@@ -113,6 +121,21 @@ def test_a_part_of_a_mask_is_the_mask_of_the_part():
     assert torch.equal(part, whole[4:9, 2:5])
     row_keys = keys.rows(1, "mlp_out", torch.arange(12))
     assert torch.equal(keep_mask(row_keys, 10, 0.3, offset=30), whole[..., 30:])
+
+
+@pytest.mark.parametrize(("rows", "length", "offset"), [(3, 40, 0), (70, 1000, 17), (2, 0, 0)])
+def test_host_and_device_draw_the_same_masks(rows, length, offset):
+    """Many rows and long ones too, so that more than one block of the host's is worked on."""
+    keys = mix64_(torch.arange(2 * rows, dtype=torch.int64)).view(rows, 2)
+    kept = _keep_on_device(keys, length, threshold(0.3), offset)
+    assert torch.equal(_keep_on_host(keys, length, threshold(0.3), offset), kept)
+    assert kept.shape == (rows, 2, length)
+
+
+def test_few_numbers_are_mixed_as_many_are():
+    many = torch.arange(-SMALL, SMALL + 1, dtype=torch.int64) * 0x1234567890ABCDEF
+    parts = [mix64_(part.clone()) for part in many.split(1000)]
+    assert torch.equal(mix64_(many.clone()), torch.cat(parts))
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, 1.5])

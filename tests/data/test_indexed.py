@@ -3,6 +3,7 @@
 import struct
 import subprocess
 import sys
+import tracemalloc
 from itertools import chain
 from pathlib import Path
 
@@ -245,3 +246,20 @@ def test_lengths_must_sum_to_the_tokens(tmp_path):
     with IndexedBuilder(tmp_path / "a", np.uint16) as builder:
         with pytest.raises(ValueError, match="sum to 3, not to 2"):
             builder.add(np.array([1, 2]), lengths=[3])
+
+
+def peak_of_writing(prefix, documents):
+    tracemalloc.start()
+    with IndexedBuilder(prefix, np.uint16) as builder:
+        block = np.zeros(10_000, np.int64)
+        for _ in range(documents // len(block)):
+            builder.add_documents(block, np.ones(len(block), np.int64))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_writing_needs_no_more_memory_for_more_documents(tmp_path):
+    """C047: an index kept as a list, or put together at the end, grows with the input."""
+    few, many = (peak_of_writing(tmp_path / str(n), n) for n in (50_000, 400_000))
+    assert many < 1.05 * few, f"{few / 2**20:.2f} and {many / 2**20:.2f} MiB"
