@@ -177,7 +177,7 @@ def add_token_flags(parser: argparse.ArgumentParser) -> None:
 def keep_freed_memory() -> None:
     """Let the C library keep what one block frees for the next; workers inherit it by the fork.
 
-    glibc gives it back to the system and asks again: page faults of one part in thirty of the time.
+    glibc gives it back to the system and asks again: a twentieth of the time.
     """
     if hasattr(library := ctypes.CDLL(None), "gnu_get_libc_version"):
         for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
