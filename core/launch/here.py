@@ -15,6 +15,7 @@ import time
 
 from core.launch.failure import Reporter, leave
 from core.launch.place import PARENT, Place, find_place
+from core.launch.signals import listen_early
 from core.launch.supervise import RECORDS
 
 STARTED = time.monotonic()  # before anything heavy
@@ -24,7 +25,8 @@ def find_here(nproc: str | int | None = None) -> Place:
     """This process's place, from --nproc (a number, "gpu" or None) and the environment.
 
     A place with `children` is the --nproc parent's: it calls `supervise`. From here on, a rank of
-    several ends at once when it raises, with a record for the others, and when its parent ends.
+    several ends at once when it raises, with a record for the others, and when its parent ends; and
+    SIGUSR1 waits until somebody polls for it.
     Raises LaunchError for contradictions. Calling it again changes nothing.
     """
     # torch's C++ side prints pages about lost connections that the launcher tells in a line
@@ -34,6 +36,8 @@ def find_here(nproc: str | int | None = None) -> Place:
         _die_with(int(os.environ[PARENT]))
     if not place.children:
         reporter_for(place).install()
+        if threading.current_thread() is threading.main_thread():
+            listen_early()
         if sys.__stderr__ is not None and not faulthandler.is_enabled():
             faulthandler.enable(sys.__stderr__, all_threads=False)  # a segfault says where
     return place

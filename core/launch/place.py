@@ -72,14 +72,14 @@ def find_place(nproc: str | int | None, environ: Mapping[str, str]) -> Place:
     children = _children(nproc)
     step = _step(environ)
     if "RANK" in environ or environ.get("WORLD_SIZE", "1") != "1":
-        place = _from_launcher(environ, step)
-        if nproc is not None and PARENT not in environ:
+        both = "RANK" in environ and "WORLD_SIZE" in environ
+        if both and nproc is not None and PARENT not in environ:
             raise LaunchError(
                 f"--nproc {nproc} starts ranks of its own, but RANK={environ['RANK']} and "
                 f"WORLD_SIZE={environ['WORLD_SIZE']} say that torchrun or another launcher has "
                 f"done so already; leave out one of the two"
             )
-        return place
+        return _from_launcher(environ, step)
     if step is not None and step.tasks > 1:
         if nproc is not None:
             raise LaunchError(

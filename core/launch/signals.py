@@ -29,6 +29,14 @@ SITE_WAIT = "PHALANX_KILL_WAIT"  # the site's KillWait, if the batch script has 
 # Stop when the job's end is nearer than this and twice the longest step, saves included, and the
 # longest write in the background: the present one may have to end before the last one begins.
 END_MARGIN = 15.0
+# SIGUSR1 that came before there was a StopSignal: SLURM may send it while torch is imported.
+EARLY: list[int] = []
+
+
+def listen_early() -> None:
+    """From now on SIGUSR1 is remembered, and does not end this process; in the main thread only."""
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, lambda number, frame: EARLY.append(number))
 
 
 class StopSignal:
@@ -58,6 +66,9 @@ class StopSignal:
         """Starts to listen; in the main thread only."""
         for number in self._numbers:
             self._before[number] = signal.signal(number, self._on_signal)
+        for number in EARLY:
+            self.request(signal.Signals(number).name)
+        EARLY.clear()
         return self
 
     def remove(self) -> None:

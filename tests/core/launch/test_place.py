@@ -114,6 +114,7 @@ def test_srun_of_one_torchrun_a_node_is_fine() -> None:
         (None, {**TORCHRUN, "LOCAL_RANK": "4"}, ["LOCAL_RANK=4", "LOCAL_WORLD_SIZE=4"]),
         (None, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"}, ["MASTER_PORT"]),
         ("2", TORCHRUN, ["--nproc 2", "RANK=5", "WORLD_SIZE=8"]),
+        ("2", {"RANK": "0", "WORLD_SIZE": "2"}, ["--nproc 2", "RANK=0", "WORLD_SIZE=2"]),
         ("2", STEP, ["--nproc 2", "4 tasks"]),
         ("2", BATCH, ["--nproc 2", "SLURM_NTASKS=4", "several nodes"]),
         ("2", {**BATCH, "SLURM_NNODES": "1"}, ["--nproc 2", "SLURM_NTASKS=4"]),

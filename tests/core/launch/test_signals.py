@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from core.launch.signals import StopSignal, grace_after_term, job_end
+from core.launch.signals import StopSignal, grace_after_term, job_end, listen_early
 from core.launch.status import Status, read_status
 from tests.core.launch.test_supervise import clean_environ
 
@@ -36,6 +36,22 @@ def test_ctrl_c_twice_is_immediate_but_one_press_heard_twice_is_not(stop) -> Non
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)
+
+
+def test_usr1_before_the_ranks_have_met_is_not_lost() -> None:
+    """Importing torch took longer than SLURM's early signal was late: four dead ranks."""
+    before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    try:
+        listen_early()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        stop = StopSignal().install()
+        assert stop.poll() == "SIGUSR1"
+        stop.remove()
+        again = StopSignal().install()
+        again.remove()
+        assert again.poll() is None  # it was heard once
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_handlers_are_put_back() -> None:
