@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -37,23 +38,36 @@ def connect(place: Place, seconds: float) -> tuple[Any, bool]:
     listener = _listen(place) if serve else None
     if not serve:
         _wait_for_port(place, seconds)
-    try:
-        store = dist.TCPStore(
-            "127.0.0.1" if serve else address,
-            port,
-            place.size,
-            serve,
-            timedelta(seconds=seconds),
-            wait_for_workers=False,
-            master_listen_fd=listener,
-        )
-    except dist.DistNetworkError as error:
+    made: list[Any] = []
+
+    def make() -> None:
+        try:
+            store = dist.TCPStore(
+                "127.0.0.1" if serve else address,
+                port,
+                place.size,
+                serve,
+                timedelta(seconds=seconds),
+                wait_for_workers=False,
+                master_listen_fd=listener,
+            )
+            made.append(store)
+        except RuntimeError as error:
+            made.append(error)
+
+    # In a thread: torch waits without end for the greeting of a program that takes connections and
+    # is no store.
+    thread = threading.Thread(target=make, daemon=True)
+    thread.start()
+    thread.join(2 * seconds)
+    if not made or isinstance(made[0], RuntimeError):
+        why = made[0] if made else f"no greeting within {2 * seconds:g} s"
         raise LaunchError(
             f"rank {place.rank} on {socket.gethostname()}: what answers at {address}:{port} is not "
-            f"this run's rank 0 ({error}); another program has that port, set MASTER_PORT to a "
+            f"this run's rank 0 ({why}); another program has that port, set MASTER_PORT to a "
             f"free one"
-        ) from None
-    return store, serve
+        )
+    return made[0], serve
 
 
 def _listen(place: Place) -> int:

@@ -94,6 +94,14 @@ def test_a_port_in_use() -> None:
             connect(place_of(0, 2, port), 1.0)
 
 
+def test_a_port_of_a_program_that_is_no_store() -> None:
+    """It takes the connection and waits; torch waits as well, for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        place = Place(rank=1, size=2, master_addr="127.0.0.1", master_port=mute.getsockname()[1])
+        with pytest.raises(LaunchError, match="another program has that port, set MASTER_PORT"):
+            connect(place, 0.5)
+
+
 def test_a_host_that_does_not_resolve() -> None:
     place = Place("test", 1, 2, 1, 2, "no-such-host.invalid", 1234)
     with pytest.raises(LaunchError, match=r"MASTER_ADDR=no-such-host\.invalid does not resolve"):
