@@ -178,20 +178,11 @@ def test_beats_that_are_slow_since_ranks_are_many_are_no_silence(watching) -> No
 
 
 def test_a_store_that_is_gone_is_named_by_its_owner(watching) -> None:
-    code = (
-        "import torch.distributed as d, sys; from datetime import timedelta as t\n"
-        "s = d.TCPStore('127.0.0.1', 0, 1, True, t(seconds=9), wait_for_workers=False)\n"
-        "print(s.port, flush=True); sys.stdin.read()"
-    )
-    server = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with server:
-        port = int(server.stdout.readline())
-        seconds = timedelta(seconds=9)
-        store = dist.TCPStore("127.0.0.1", port, 1, False, seconds, wait_for_workers=False)
-        circle = Circle(here(1), None, here(0, server.pid), (), 2)
-        _, reporter = watching(circle, store)
-        server.kill()
+    seconds = timedelta(seconds=9)
+    server = dist.TCPStore("127.0.0.1", 0, 1, True, seconds, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, 1, False, seconds, wait_for_workers=False)
+    _, reporter = watching(Circle(here(1), None, here(0), (), 2), client)
+    assert not reporter.event.wait(0.1)
+    del server  # closes its port and all connections
     assert reporter.event.wait(5)
     assert reporter.said[0].rank == 0 and "its store" in reporter.said[0].cause
