@@ -46,6 +46,7 @@ ANSWER_BEATS = 2.5  # for all ranks to say where they are
 RUNG = 2  # processes of a silent host whose bells are tried
 LINGER = 1.0  # how long a failed owner of the store waits for the others to have read why
 DONE = b"done"
+GONE = ("", "Z", "X")  # states of a process that is dead
 FOREVER = timedelta(days=30)
 
 
@@ -117,6 +118,7 @@ class Watch:
         self._progress = progress
         self._question, self._asked = 0, time.monotonic()
         self._owns_store = circle.owner == circle.me
+        self._owner_stopped = False
         self._over = threading.Event()
         self._answered = 0  # how often the store has answered the pulse
         self._threads: list[threading.Thread] = []
@@ -206,7 +208,8 @@ class Watch:
         if owner is None:
             self._reporter.fail(Failure(self._circle.me.rank, f"torchrun's store {how}"))
         else:
-            self._declare(owner, f"its store {how}")
+            stopped = "stopped (SIGSTOP), " if self._owner_stopped else ""
+            self._declare(owner, f"{stopped}its store {how}")
 
     def _put_down(self, failure: Failure) -> None:
         """Kills a neighbour that is stopped; its supervisor would wait long for it to end."""
@@ -307,6 +310,7 @@ class Watch:
         clock, answered, since = AwakeClock(), self._answered, 0.0
         while not self._over.wait(BEAT):
             now = clock.now(2 * BEAT)
+            self._look_at_owner()
             stopped_since = self._check_neighbour(stopped_since, now)
             if answered != self._answered:
                 answered, since = self._answered, now
@@ -314,11 +318,19 @@ class Watch:
                 self._store_is_gone(f"gave no answer for {now - since:.0f} s")
                 return
 
+    def _look_at_owner(self) -> None:
+        """Remembers whether it was stopped when last seen alive: its neighbour kills it then."""
+        owner, me = self._circle.owner, self._circle.me
+        if owner is not None and owner.shares_host_with(me):
+            state = owner.state()
+            if state not in GONE:
+                self._owner_stopped = state == "T"
+
     def _check_neighbour(self, stopped_since: float | None, now: float) -> float | None:
         """Names the neighbour if it is dead, or stopped for too long; returns since when it is."""
         neighbour = self._circle.neighbour
         state = neighbour.state() if neighbour else "R"
-        if state in ("", "Z", "X"):
+        if state in GONE:
             time.sleep(BEAT)  # whoever started it knows more, and may say so
             if not self._over.is_set():
                 self._declare(neighbour, "died without a word")
@@ -339,7 +351,8 @@ class Watch:
         self._reporter.record(failure)
         if report and not self._reporter.parent_tells:
             print(failure, file=sys.stderr, flush=True)
-        if culprit != self._circle.owner:  # with whom the store is gone, or hangs
+        # the owner's store is gone, or hangs, unless it is the owner that says so of itself
+        if culprit != self._circle.owner or self._owns_store:
             self.announce(failure)
             self.linger()
         self._put_down(failure)

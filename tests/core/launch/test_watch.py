@@ -177,6 +177,30 @@ def test_beats_that_are_slow_since_ranks_are_many_are_no_silence(watching) -> No
     assert watching(Circle(here(1), None, here(0), (), 100))[0]._silence == 0.3
 
 
+def test_an_owner_that_finds_itself_hanging_says_so_to_all(watching, store) -> None:
+    """Else the others see its store close, and the last lines name no cause."""
+    owner = here(0, pid=1000)
+    watched, _ = watching(Circle(owner, None, owner, (), 2))
+    _, other = watching(Circle(here(1, pid=1001), None, owner, (), 2))
+    thread = threading.Thread(target=watched._declare, args=(owner, "hung"), daemon=True)
+    thread.start()
+    assert other.event.wait(5)
+    assert (other.said[0].rank, other.said[0].cause) == (0, "hung")
+
+
+def test_an_owner_that_was_stopped_and_killed_was_stopped(watching, sleeper) -> None:
+    """Whoever finds it first kills it; the others still know why."""
+    server = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=9), wait_for_workers=False)
+    client = server.clone()
+    _, reporter = watching(Circle(here(1), None, here(0, sleeper.pid), (), 3), client)
+    os.kill(sleeper.pid, signal.SIGSTOP)
+    time.sleep(0.2)
+    sleeper.kill()
+    del server
+    assert reporter.event.wait(5)
+    assert "stopped (SIGSTOP), its store closed" in reporter.said[0].cause
+
+
 def test_a_store_that_is_gone_is_named_by_its_owner(watching) -> None:
     seconds = timedelta(seconds=9)
     server = dist.TCPStore("127.0.0.1", 0, 1, True, seconds, wait_for_workers=False)
