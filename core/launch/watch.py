@@ -44,6 +44,7 @@ LONE_SILENCE = 60.0  # the same for the only rank of a host, which may just be b
 SILENT_BEATS = 3  # a silence is at least so many beats, which are slow where ranks are many
 ANSWER_BEATS = 2.5  # for all ranks to say where they are
 RUNG = 2  # processes of a silent host whose bells are tried
+BUSY_SILENCE = 300.0  # for which a host is believed to be busy while its bell is answered
 LINGER = 1.0  # how long a failed owner of the store waits for the others to have read why
 DONE = b"done"
 GONE = ("", "Z", "X")  # states of a process that is dead
@@ -119,6 +120,7 @@ class Watch:
         self._question, self._asked = 0, time.monotonic()
         self._owns_store = circle.owner == circle.me
         self._owner_stopped = False
+        self._ring_at: dict[str, float] = {}  # by host, on rank 0
         self._over = threading.Event()
         self._answered = 0  # how often the store has answered the pulse
         self._threads: list[threading.Thread] = []
@@ -249,12 +251,20 @@ class Watch:
             hosts[process.host].append(process)
         for there in hosts.values():
             limit = self._silence if len(there) > 1 else max(LONE_SILENCE, self._silence)
-            if not all(now - seen[process.rank][1] > limit for process in there):
-                continue
-            if any(rings(process.bell) for process in there[:RUNG]):  # busy, all of them
-                seen.update((process.rank, (seen[process.rank][0], now)) for process in there)
-            else:
+            silence = min(now - seen[process.rank][1] for process in there)
+            if silence > limit and not self._are_busy(there, silence, now):
                 self._declare(there[0], f"no sign of life from its host for {limit:g} s")
+
+    def _are_busy(self, there: list[Process], silence: float, now: float) -> bool:
+        """Whether a silent host's ranks may all be deep in calls that hold the global lock."""
+        host = there[0].host
+        if silence > BUSY_SILENCE:
+            return False
+        if now >= self._ring_at.get(host, 0.0):  # not at every beat: a busy process drains nothing
+            if not any(rings(process.bell) for process in there[:RUNG]):
+                return False
+            self._ring_at[host] = now + self._silence
+        return True
 
     def _answer(self, store: Any) -> bool:
         """Says where this rank is if somebody has asked; all stacks go to a file."""

@@ -103,7 +103,7 @@ def test_the_first_failure_reaches_all_and_the_second_is_no_news(watching, store
     assert all_of_them[1][0].announce(first)
     assert not all_of_them[2][0].announce(Failure(2, "later", pid=1002))
     for rank in (0, 2):
-        assert all_of_them[rank][1].event.wait(5)
+        assert all_of_them[rank][1].event.wait(30)
         assert all_of_them[rank][1].said[0].cause == "ValueError: planted"
     assert all_of_them[1][1].said == []  # the culprit is on its way out by itself
 
@@ -111,13 +111,13 @@ def test_the_first_failure_reaches_all_and_the_second_is_no_news(watching, store
 def test_a_rank_that_others_found_hanging_ends_too(watching, store) -> None:
     _, reporter = watching(Circle(here(1), None, None, (), 2))
     store.compare_set("w/end", "", Failure(1, "hung", pid=os.getpid()).to_json())
-    assert reporter.event.wait(5)
+    assert reporter.event.wait(30)
 
 
 def test_a_stopped_neighbour_is_named_and_killed(watching, sleeper) -> None:
     os.kill(sleeper.pid, signal.SIGSTOP)
     _, reporter = watching(Circle(here(0), here(1, sleeper.pid), here(0), (), 2))
-    assert reporter.event.wait(5)
+    assert reporter.event.wait(30)
     assert reporter.said[0].rank == 1 and "SIGSTOP" in reporter.said[0].cause
     assert sleeper.wait(5) == -signal.SIGKILL
 
@@ -131,7 +131,7 @@ def test_a_busy_neighbour_is_left_alone(watching, sleeper) -> None:
 def test_a_neighbour_that_died_is_named(watching, sleeper) -> None:
     sleeper.kill()
     _, reporter = watching(Circle(here(0), here(1, sleeper.pid), here(0), (), 2))
-    assert reporter.event.wait(5)
+    assert reporter.event.wait(30)
     assert (reporter.said[0].rank, reporter.said[0].cause) == (1, "died without a word")
 
 
@@ -144,13 +144,17 @@ def test_a_host_that_went_away_is_named(watching, store) -> None:
     _, reporter = watching(Circle(everyone[0], None, everyone[0], everyone, 4))
     while not reporter.event.wait(0.02):
         store.add("w/beat/2", 1)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 30
     assert reporter.said[0].rank == 3 and "no sign of life from its host" in reporter.said[0].cause
     assert time.monotonic() - start > 0.6  # a lone rank may be busy for longer
 
 
-def test_a_busy_host_is_told_from_one_that_went_away(watching, store) -> None:
-    """All its ranks may hold Python's global lock at once; its kernel answers for them."""
+@pytest.mark.parametrize("longest", [False, True])
+def test_a_busy_host_is_told_from_one_that_went_away(
+    watching, store, monkeypatch, longest
+) -> None:
+    """All its ranks may hold Python's global lock at once; its kernel answers for them, for a
+    while: it would for a rank that is stopped, too."""
     bell = Bell()
     busy = replace(here(1, host="b"), bell=("127.0.0.1", bell.port))
     everyone = [here(0), busy, replace(busy, rank=2)]
@@ -159,8 +163,12 @@ def test_a_busy_host_is_told_from_one_that_went_away(watching, store) -> None:
     watched, reporter = watching(Circle(everyone[0], None, everyone[0], everyone, 3))
     watched._bell = bell
     assert not reporter.event.wait(1.0)
+    if longest:
+        monkeypatch.setattr(watch, "BUSY_SILENCE", 0.5)
+    else:
+        bell.close()
+    assert reporter.event.wait(30)
     bell.close()
-    assert reporter.event.wait(5)
     assert reporter.said[0].rank == 1
 
 
@@ -184,7 +192,7 @@ def test_an_owner_that_finds_itself_hanging_says_so_to_all(watching, store) -> N
     _, other = watching(Circle(here(1, pid=1001), None, owner, (), 2))
     thread = threading.Thread(target=watched._declare, args=(owner, "hung"), daemon=True)
     thread.start()
-    assert other.event.wait(5)
+    assert other.event.wait(30)
     assert (other.said[0].rank, other.said[0].cause) == (0, "hung")
 
 
@@ -197,7 +205,7 @@ def test_an_owner_that_was_stopped_and_killed_was_stopped(watching, sleeper) -> 
     time.sleep(0.2)
     sleeper.kill()
     del server
-    assert reporter.event.wait(5)
+    assert reporter.event.wait(30)
     assert "stopped (SIGSTOP), its store closed" in reporter.said[0].cause
 
 
@@ -208,5 +216,5 @@ def test_a_store_that_is_gone_is_named_by_its_owner(watching) -> None:
     _, reporter = watching(Circle(here(1), None, here(0), (), 2), client)
     assert not reporter.event.wait(0.1)
     del server  # closes its port and all connections
-    assert reporter.event.wait(5)
+    assert reporter.event.wait(30)
     assert reporter.said[0].rank == 0 and "its store" in reporter.said[0].cause
