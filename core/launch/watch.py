@@ -253,7 +253,7 @@ class Watch:
             limit = self._silence if len(there) > 1 else max(LONE_SILENCE, self._silence)
             silence = min(now - seen[process.rank][1] for process in there)
             if silence > limit and not self._are_busy(there, silence, now):
-                self._declare(there[0], f"no sign of life from its host for {limit:g} s")
+                self._declare(there[0], f"no sign of life from its host for {silence:.0f} s")
 
     def _are_busy(self, there: list[Process], silence: float, now: float) -> bool:
         """Whether a silent host's ranks may all be deep in calls that hold the global lock."""
