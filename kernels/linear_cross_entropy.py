@@ -226,8 +226,12 @@ class TorchLogits:
         dhidden: Tensor | None,
         dweight: Tensor | None,
         dbias: Tensor | None,
+        fresh: bool = False,
     ) -> None:
-        """Second half: writes dhidden [n, h], adds to dweight [v, h] and dbias [v] where wanted."""
+        """Second half: writes dhidden [n, h], adds to dweight [v, h] and dbias [v] where wanted.
+
+        fresh: dweight holds nothing yet, and is written.
+        """
         if not self.rows:
             if dhidden is not None:
                 dhidden.zero_()
@@ -240,13 +244,14 @@ class TorchLogits:
             a = a * (slot.shift - tokens.lse).exp()
             if self.plain and c is None:
                 whole = 0, self.rows
-                self._add_scaled_products(logits, hidden, *whole, a, summed, dweight, dbias)
+                into = summed, dweight, dbias, fresh
+                self._add_scaled_products(logits, hidden, *whole, a, *into)
                 self._finish_scaled(hidden, target, a, b, summed, dweight, dbias)
                 return self._store(dhidden, summed)
             self._finish_gradient_(logits, target, 0, a, b, c)
         else:
             self._gradient_of_logits_(logits, target, 0, tokens)
-        self._add_products(logits, hidden, 0, self.rows, summed, dweight, dbias)
+        self._add_products(logits, hidden, 0, self.rows, summed, dweight, dbias, fresh)
         return self._store(dhidden, summed)
 
     # ---- gradient by computing the logits again -----------------------------------------------
@@ -260,10 +265,12 @@ class TorchLogits:
         dhidden: Tensor | None,
         dweight: Tensor | None,
         dbias: Tensor | None,
+        fresh: bool = False,
     ) -> None:
         """As `gradient`, tile by tile, with nothing kept from forward but the log-sum-exp."""
         hidden = hidden.to(self.operand_dtype)
         summed = self._zero_sum(dhidden)
+        into = summed, dweight, dbias, fresh
         a, b, c = tokens.factors(self.terms)
         scaled = self.plain and c is None and tokens.entropy is None
         for start, stop, tile in self._tiles(len(hidden)):
@@ -271,10 +278,10 @@ class TorchLogits:
             if scaled:
                 for i, j, z in self._row_blocks(logits):
                     z.sub_(tokens.lse[i:j, None]).exp_()
-                self._add_scaled_products(logits, hidden, start, stop, a, summed, dweight, dbias)
+                self._add_scaled_products(logits, hidden, start, stop, a, *into)
             else:
                 self._gradient_of_logits_(logits, target, start, tokens)
-                self._add_products(logits, hidden, start, stop, summed, dweight, dbias)
+                self._add_products(logits, hidden, start, stop, *into)
         if scaled:
             self._finish_scaled(hidden, target, a, b, summed, dweight, dbias)
         return self._store(dhidden, summed)
@@ -385,13 +392,14 @@ class TorchLogits:
         p.scatter_add_(1, columns.unsqueeze(1), torch.where(mine, -b, 0).unsqueeze(1))
 
     def _add_scaled_products(
-        self, e: Tensor, hidden: Tensor, start: int, stop: int, a: Tensor, dhidden, dweight, dbias
-    ) -> None:
+        self, e: Tensor, hidden: Tensor, start: int, stop: int, a: Tensor,
+        dhidden, dweight, dbias, fresh,
+    ) -> None:  # fmt: skip
         """What the part a e of the gradient, e [n, stop - start], gives: dweight += e' (a hidden),
         dhidden += e weight, which lacks its factor a, dbias += e' a."""
         if dbias is not None:
             dbias[start:stop].addmv_(e.t(), a)
-        self._add_products(e, hidden * a[:, None], start, stop, dhidden, dweight, None)
+        self._add_products(e, hidden * a[:, None], start, stop, dhidden, dweight, None, fresh)
 
     def _finish_scaled(
         self, hidden: Tensor, target: Tensor, a: Tensor, b: Tensor, dhidden, dweight, dbias
@@ -420,21 +428,15 @@ class TorchLogits:
         return torch.zeros_like(dhidden, dtype=self.dtype)
 
     def _add_products(
-        self,
-        gradient: Tensor,
-        hidden: Tensor,
-        start: int,
-        stop: int,
-        dhidden: Tensor | None,
-        dweight: Tensor | None,
-        dbias: Tensor | None,
-    ) -> None:
+        self, gradient: Tensor, hidden: Tensor, start: int, stop: int,
+        dhidden: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, fresh: bool,
+    ) -> None:  # fmt: skip
         """A linear layer's backward for columns start … stop, added to sums of the wide type."""
         if dbias is not None:
             dbias[start:stop] += gradient.sum(0)
         gradient = gradient.to(self.operand_dtype)
         if dweight is not None:
-            add_product(dweight[start:stop], gradient.t(), hidden)
+            add_product(dweight[start:stop], gradient.t(), hidden, fresh)
         if dhidden is not None:
             for i, j, rows in self._weight_tiles(start, stop):
                 add_product(dhidden, gradient[:, i - start : j - start], rows)
@@ -467,8 +469,13 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
         out.copy_(torch.mm(a, b, out_dtype=out.dtype))
 
 
-def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out += a @ b, likewise; the sum is never rounded to the operands' type."""
+def add_product(out: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
+    """out += a @ b, likewise, or out = a @ b; the sum is never rounded to the operands' type."""
+    if fresh and (a.dtype == out.dtype or not a.is_cuda):
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+        return
+    if fresh:
+        out.zero_()
     if a.dtype == out.dtype or not a.is_cuda:
         out.addmm_(a.to(out.dtype), b.to(out.dtype))
     elif _adds_to_wider_sum(a.device):

@@ -131,10 +131,13 @@ class TritonLogits(TorchLogits):
         return result
 
     def gradient(
-        self, slot: TileSlot, hidden: Tensor, target: Tensor, tokens: TokenGradient, **outputs
-    ) -> None:
+        self, slot: TileSlot, hidden: Tensor, target: Tensor, tokens: TokenGradient, *,
+        dhidden, dweight, dbias, fresh=False,
+    ) -> None:  # fmt: skip
         if not self.rows:
-            return super().gradient(slot, hidden, target, tokens, **outputs)
+            return super().gradient(
+                slot, hidden, target, tokens, dhidden=dhidden, dweight=dweight, dbias=dbias
+            )
         n, tile = len(hidden), self.tilings["exponentials"].bn
         e = slot.matrix(n, self.row_length)[:, : self.rows]
         bm, bn = 16, min(tile, 256)
@@ -144,17 +147,17 @@ class TritonLogits(TorchLogits):
             n=n, v=self.rows, e_row=self.row_length,
             SMOOTH=self.terms.label_smoothing > 0, TILE=tile, BM=bm, BN=bn,
         )  # fmt: skip
-        dhidden = outputs["dhidden"]
         if dhidden is not None:
             torch.mm(e, self.weight, out=dhidden)
-        _add_weight_gradients(e, hidden, outputs["dweight"], outputs["dbias"])
+        _add_weight_gradients(e, hidden, dweight, dbias, fresh)
 
     def recomputed_gradient(
-        self, hidden: Tensor, target: Tensor, tokens: TokenGradient, *, dhidden, dweight, dbias
-    ) -> None:
+        self, hidden: Tensor, target: Tensor, tokens: TokenGradient, *,
+        dhidden, dweight, dbias, fresh=False,
+    ) -> None:  # fmt: skip
         if tokens.entropy_weight is not None or not self.rows:
             return super().recomputed_gradient(
-                hidden, target, tokens, dhidden=dhidden, dweight=dweight, dbias=dbias
+                hidden, target, tokens, dhidden=dhidden, dweight=dweight, dbias=dbias, fresh=fresh
             )
         n, tiling = len(hidden), self.tilings["dlogits"]
         itemsize = self.weight.dtype.itemsize
@@ -174,9 +177,8 @@ class TritonLogits(TorchLogits):
             )  # fmt: skip
             if summed is not None:
                 add_product(summed, out, part)
-            _add_weight_gradients(
-                out, hidden, *(None if x is None else x[start:stop] for x in (dweight, dbias))
-            )
+            rows = (None if x is None else x[start:stop] for x in (dweight, dbias))
+            _add_weight_gradients(out, hidden, *rows, fresh)
         if summed is not dhidden:
             dhidden.copy_(summed)
 
@@ -242,10 +244,10 @@ def _tiled(x: Tensor, rows: int, columns: int, tma: bool):
 
 
 def _add_weight_gradients(
-    gradient: Tensor, hidden: Tensor, dweight: Tensor | None, dbias: Tensor | None
+    gradient: Tensor, hidden: Tensor, dweight: Tensor | None, dbias: Tensor | None, fresh: bool
 ) -> None:
     if dweight is not None:
-        add_product(dweight, gradient.t(), hidden)
+        add_product(dweight, gradient.t(), hidden, fresh)
     if dbias is not None:
         dbias += gradient.sum(0, dtype=dbias.dtype)
 

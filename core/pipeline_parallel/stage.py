@@ -120,12 +120,13 @@ class Stage(nn.Module):
         None where it is not. For layers that have no `weight_grad`, such as the output loss."""
         return None if self._queue is None else self._queue.put
 
-    def gradient_sum(self, weight: nn.Parameter) -> Callable[[], Tensor] | None:
-        """Gives the memory where gradients of `weight` add up: to be asked when there is one, since
-        it may come and go with every microbatch. None where autograd has to take the gradient."""
+    def gradient_sum(self, weight: nn.Parameter) -> Callable[[], tuple[Tensor, bool]] | None:
+        """Gives the memory where gradients of `weight` add up, and whether this one is the first
+        there and overwrites it: to be asked when there is a gradient, since the memory may come and
+        go with every microbatch. None where autograd has to take the gradient."""
         if not self.training or not hasattr(type(weight), "main_grad"):
             return None
-        return lambda: weight.main_grad
+        return lambda: weight.memory.target(weight.place)
 
     def forward_step(
         self, microbatch: int, batch: Batch, activation: Tensor | None

@@ -80,7 +80,7 @@ def vocab_parallel_linear_cross_entropy(
     mode: str = "auto",
     chunk: int | None = None,
     grad_scale: float | Tensor = 1.0,
-    accumulate: Tensor | Callable[[], Tensor] | None = None,
+    accumulate: Tensor | Callable[[], tuple[Tensor, bool]] | None = None,
     defer: Callable[[Callable[[], None]], None] | None = None,
     check_target: bool = False,
     tp_group=None,
@@ -95,9 +95,10 @@ def vocab_parallel_linear_cross_entropy(
     grad_scale       the gradient this loss will get from above (a loss scale), where it is known;
                      gradients are formed with it, the loss itself is not scaled
     accumulate       [v/t, h] float32 (or float64) buffer, such as weight.main_grad, to which
-                     dweight is added, or a function that returns it then; weight gets no .grad.
-                     Mode pipelined adds in forward, and its backward then refuses another gradient
-                     from above than grad_scale
+                     dweight is added; or a function that returns it then, and whether dweight is
+                     to overwrite what it holds. weight gets no .grad. Mode pipelined adds in
+                     forward, and its backward then refuses another gradient from above than
+                     grad_scale
     defer            mode split: is handed the function that will add dweight to `accumulate`
 
     Low-precision operands give a float32 loss. Raises TypeError or ValueError for what cannot fit.

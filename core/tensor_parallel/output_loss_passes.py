@@ -54,7 +54,7 @@ class LossJob:
     entropy     every token's entropy is wanted beside its loss
     grad_scale  the gradient that will come from above, where gradients are formed in forward
     accumulate  [v/t, h] buffer to which dweight is added, instead of being returned, or a function
-                that returns it, called when dweight is made
+                called when dweight is made, that returns it and whether it is to be overwritten
     defer       takes over the function that does so (mode "split")
     """
 
@@ -68,7 +68,7 @@ class LossJob:
     reduced: bool = True
     entropy: bool = False
     grad_scale: float | Tensor = 1.0
-    accumulate: Tensor | Callable[[], Tensor] | None = None
+    accumulate: Tensor | Callable[[], tuple[Tensor, bool]] | None = None
     defer: Callable[[Callable[[], None]], None] | None = None
 
     def take(self, vector: Tensor, a: int, b: int) -> Tensor:
@@ -111,23 +111,26 @@ def _start_gather(job: LossJob, strip: Tensor) -> Pending:
     return start_all_gather(strip, job.group, tag=f"{TAG}.hidden")
 
 
-def buffer_for(weight: Tensor, accumulate: Tensor | Callable[[], Tensor]) -> Tensor:
-    """Where dweight is added, once it is known to fit."""
-    buffer = accumulate() if callable(accumulate) else accumulate
+def buffer_for(
+    weight: Tensor, accumulate: Tensor | Callable[[], tuple[Tensor, bool]]
+) -> tuple[Tensor, bool]:
+    """(where dweight goes, whether it is to be overwritten), once it is known to fit."""
+    buffer, fresh = accumulate() if callable(accumulate) else (accumulate, False)
     wanted = accumulation_dtype(weight.dtype)
     if buffer.shape != weight.shape or buffer.dtype != wanted:
         raise ValueError(
             f"accumulate is {buffer.dtype} {tuple(buffer.shape)}; dweight is added up in "
             f"{wanted} {tuple(weight.shape)}"
         )
-    return buffer
+    return buffer, fresh
 
 
 class Gradients:
     """dhidden, dweight and dbias of one loss, filled chunk by chunk; None where not wanted.
 
     dhidden  [n / strips, h]  summed over the ranks while the next chunk is computed
-    dweight  [v/t, h]         in the accumulation type, or the buffer it is to be added to
+    dweight  [v/t, h]         in the accumulation type, or the buffer it is to be added to; `fresh`
+                              while nothing is in it
     dbias    [v/t]
     """
 
@@ -138,15 +141,16 @@ class Gradients:
         dtype = accumulation_dtype(weight.dtype)
         self.dhidden = hidden.new_empty(hidden.shape) if wanted[0] else None
         self.dweight = self.dbias = None
+        self.fresh = wanted[1]
         if wanted[1] and job.accumulate is not None:
-            self.dweight = buffer_for(weight, job.accumulate)
+            self.dweight, self.fresh = buffer_for(weight, job.accumulate)
         elif wanted[1]:
-            self.dweight = weight.new_zeros(weight.shape, dtype=dtype)
+            self.dweight = weight.new_empty(weight.shape, dtype=dtype)
         if wanted[2]:
             self.dbias = bias.new_zeros(bias.shape, dtype=dtype)
         self.pending: Pending | None = None
 
-    def space(self, a: int, b: int) -> dict[str, Tensor | None]:
+    def space(self, a: int, b: int) -> dict[str, Tensor | bool | None]:
         """Where the kernels write chunk a … b, as keyword arguments."""
         rows, dhidden = self.job.rows, self.dhidden
         if dhidden is not None and self.job.strips == 1:
@@ -155,7 +159,10 @@ class Gradients:
             dhidden = dhidden.new_empty(self.job.strips * (b - a), dhidden.shape[1])
         dweight = None if self.dweight is None else self.dweight[:rows]
         dbias = None if self.dbias is None else self.dbias[:rows]
-        return {"dhidden": dhidden, "dweight": dweight, "dbias": dbias}
+        fresh, self.fresh = self.fresh, False
+        if fresh:
+            self.dweight[rows:].zero_()  # padding
+        return {"dhidden": dhidden, "dweight": dweight, "dbias": dbias, "fresh": fresh}
 
     def start_sum(self, a: int, b: int, part: Tensor | None) -> None:
         """Sum my part of dhidden over the ranks."""
@@ -175,6 +182,8 @@ class Gradients:
         """(dhidden, dweight, dbias) in the parameters' types; dweight None if it went elsewhere."""
         if self.pending is not None:
             self.pending.wait()
+        if self.fresh:  # there was no token
+            self.dweight.zero_()
         dweight = None if self.job.accumulate is not None else self.dweight
         return (
             self.dhidden,

@@ -305,7 +305,7 @@ def test_weight_gradient_into_a_buffer(mode):
     buffer, asked = torch.ones(weight.shape), []
     loss = vocab_parallel_linear_cross_entropy(
         hidden, weight, data["target"], weights=data["weights"], reduction="sum", mode=mode,
-        grad_scale=8.0, accumulate=lambda: asked.append(mode) or buffer,
+        grad_scale=8.0, accumulate=lambda: asked.append(mode) or (buffer, False),
     )  # fmt: skip
     assert asked == ([mode] if mode == "pipelined" else [])
     assert error(loss, exact["loss"]) < 1e-6
@@ -313,6 +313,29 @@ def test_weight_gradient_into_a_buffer(mode):
     assert weight.grad is None
     assert error(buffer - 1, exact["dweight"]) < 1e-6  # float32: never rounded to bf16
     assert error(hidden.grad, exact["dhidden"]) < 4e-3
+
+
+@pytest.mark.parametrize("mode", ["pipelined", "one-shot", "split"])
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_the_first_gradient_of_a_step_overwrites(mode, tokens):
+    """A buffer with anything in it, padding rows included; later chunks are added."""
+    case = Case(shape=(tokens, 1), chunk=2, ignored="none", reduction="sum")
+    data = case.operands()
+    hidden, weight = data["hidden"].requires_grad_(), data["weight"]
+    weight = torch.nn.functional.pad(weight, (0, 0, 0, 3), value=1000.0).requires_grad_()
+    buffer = torch.full_like(weight, torch.nan)
+    loss = vocab_parallel_linear_cross_entropy(
+        hidden, weight, data["target"], weights=data["weights"], reduction="sum", mode=mode,
+        vocab_size=case.vocab_size, vocab_range=(0, len(weight)), chunk=2,
+        accumulate=lambda: (buffer, True),
+    )  # fmt: skip
+    loss.backward()
+    assert not buffer[case.vocab_size :].any()
+    if tokens:
+        data["above"] = torch.ones((), dtype=torch.float64)
+        assert error(buffer[: case.vocab_size], dense(case, data)["dweight"]) < 1e-12
+    else:
+        assert not buffer.any()
 
 
 def test_a_buffer_filled_in_forward_takes_no_other_gradient():
