@@ -130,10 +130,11 @@ def test_recomputed_in_several_tiles(monkeypatch):
     logits = TritonLogits(weight, bias, LossTerms(50))
     tokens = TokenGradient(torch.full((20,), 5.0), torch.ones(20))
     results = []
-    for size in (1 << 30, 1):
+    for size, fresh in ((1 << 30, False), (1, True)):
         monkeypatch.setattr(linear_cross_entropy_triton, "GRADIENT_BYTES", size)
-        out = {"dhidden": torch.empty(20, 16), "dweight": torch.zeros(50, 16)}
-        logits.recomputed_gradient(hidden, target, tokens, dbias=None, **out)
+        dweight = torch.full((50, 16), torch.nan if fresh else 0.0)
+        out = {"dhidden": torch.empty(20, 16), "dweight": dweight}
+        logits.recomputed_gradient(hidden, target, tokens, dbias=None, fresh=fresh, **out)
         results.append(out)
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-5)
 
