@@ -38,7 +38,7 @@ from tests.layouts import deviation
 from tests.ranks import RankPool
 from tests.training import GPT2, LLAMA, WITH_DROPOUT, Layout, Run, short_run
 
-SAMPLES, FRESH = 16, 8  # of a step; runs that one pool of ranks makes
+SAMPLES = 16  # of a step
 MODELS = {
     "gpt2": replace(GPT2, num_layers=4, **WITH_DROPOUT),
     "llama": replace(LLAMA, num_layers=4),
@@ -54,23 +54,6 @@ SHARDED_BYTES = {  # per parameter of a short or a whole type, over n ranks
     "optim_grads": lambda short, master, n: short + (4 + master + 8) / n,
     "optim_grads_params": lambda short, master, n: (short + 4 + master + 8) / n,
 }
-
-
-class Ranks:
-    """A pool that starts anew now and then: every run leaves its ranks some threads."""
-
-    def __init__(self) -> None:
-        self._pool, self._runs = RankPool(), 0
-
-    def run(self, *args, size: int) -> list:
-        if self._runs == FRESH:
-            self.close()
-            self._pool, self._runs = RankPool(), 0
-        self._runs += 1
-        return self._pool.run(*args, size=size, limit=600)
-
-    def close(self) -> None:
-        self._pool.close()
 
 
 def layouts() -> Iterator[tuple[int, Layout]]:
@@ -120,7 +103,7 @@ def weights_apart(found: Run, wanted: Run, model: GPTConfig, kind: str) -> float
 class Matrix:
     """The runs, what they are compared with, and the tally."""
 
-    def __init__(self, ranks: Ranks, steps: int) -> None:
+    def __init__(self, ranks: RankPool, steps: int) -> None:
         self.ranks, self.steps = ranks, steps
         self.tally: Counter[str] = Counter()
         self.worst: dict[str, tuple[float, float]] = {}
@@ -137,7 +120,7 @@ class Matrix:
         key = (name, kind, size, layout)
         if key not in self._known:
             model, layout = typed(MODELS[name], layout, kind)
-            runs = self.ranks.run(short_run, model, layout, self.steps, size=size)
+            runs = self.ranks.run(short_run, model, layout, self.steps, size=size, limit=600)
             for stage in runs[1:]:  # other pipeline ranks have other parameters
                 runs[0].initial.update(stage.initial)
                 runs[0].final.update(stage.final)
@@ -182,7 +165,7 @@ class Matrix:
         )
 
 
-def memory_table(ranks: Ranks) -> int:
+def memory_table(ranks: RankPool) -> int:
     """Prints it; returns how many rows are more than 2 % off."""
     model, n, wrong = replace(GPT2, hidden_size=128, vocab_size=500), 4, 0
     count = parameters_of(model)
@@ -227,7 +210,7 @@ def cases(args: argparse.Namespace) -> list[tuple[str, str, int, Layout]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args, began, ranks = parse(argv), time.monotonic(), Ranks()
+    args, began, ranks = parse(argv), time.monotonic(), RankPool()
     todo, wrong = [] if args.memory else cases(args), 0
     if not todo and not args.memory:
         print(f"check_sharding: no layout holds {args.only!r}", file=sys.stderr)
