@@ -35,6 +35,7 @@ from torch import Tensor
 UPCAST_BYTES = 4 << 20  # weight rows that are cast to the accumulation type at once
 TILE_BYTES = 8 << 20  # logits that exist at once where they are recomputed
 BLOCK_BYTES = 2 << 20  # rows of logits that go through all steps together, in a core's cache
+PRODUCT_COLUMNS = 8192  # of logits: a CPU's product makes a copy of all its weight rows
 PLAIN_SUMS = 1e-16, 1e24  # sums of exp z, nothing subtracted, that lose nothing in float32
 
 
@@ -306,9 +307,11 @@ class TorchLogits:
             stop = min(start + columns, self.rows)
             yield start, stop, memory[: n * (stop - start)].view(n, stop - start)
 
-    def _weight_tiles(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
+    def _weight_tiles(
+        self, start: int, stop: int, most: int | None = None
+    ) -> Iterator[tuple[int, int, Tensor]]:
         """Rows start … stop of the weight in the operand type, a bounded copy at a time."""
-        step = stop - start
+        step = stop - start if most is None or self.weight.is_cuda else most
         if self.weight.dtype != self.operand_dtype:
             step = max(64, UPCAST_BYTES // (self.hidden_size * self.operand_dtype.itemsize))
         for i in range(start, stop, step):
@@ -317,7 +320,7 @@ class TorchLogits:
 
     def _logits_into(self, out: Tensor, hidden: Tensor, start: int, stop: int) -> Tensor:
         """out [n, stop - start] = z of these columns"""
-        for i, j, rows in self._weight_tiles(start, stop):
+        for i, j, rows in self._weight_tiles(start, stop, PRODUCT_COLUMNS):
             _multiply(hidden, rows.t(), out[:, i - start : j - start])
         if self.bias is not None:
             out.add_(self.bias[start:stop])

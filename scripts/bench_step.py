@@ -29,6 +29,8 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from core.launch.memory import share_product_memory
+
 LAYERS, HIDDEN, HEADS, SEQ, BATCH, VOCAB = 12, 256, 4, 256, 4, 50304
 CONTESTANTS = ("floor", "ours", "plain", "hf")
 
@@ -220,6 +222,8 @@ class Process:
     def __init__(self, name: str, threads: int) -> None:
         command = [sys.executable, __file__, "--contestant", name, "--threads", str(threads)]
         environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        if name == "ours":
+            share_product_memory(environ)  # as pretrain_gpt.py does when it starts
         self.name, self.times, self.peak = name, [], 0.0
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ

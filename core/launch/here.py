@@ -14,6 +14,7 @@ import threading
 import time
 
 from core.launch.failure import Reporter, leave
+from core.launch.memory import share_product_memory
 from core.launch.place import PARENT, Place, find_place
 from core.launch.signals import listen_early
 from core.launch.supervise import RECORDS
@@ -31,6 +32,7 @@ def find_here(nproc: str | int | None = None) -> Place:
     """
     # torch's C++ side prints pages about lost connections that the launcher tells in a line
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    share_product_memory(os.environ)
     place = find_place(nproc, os.environ)
     if PARENT in os.environ:
         _die_with(int(os.environ[PARENT]))

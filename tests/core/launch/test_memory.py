@@ -1,4 +1,4 @@
-"""Freed memory stays with the process: counted by page faults, in a process of its own."""
+"""Freed memory stays with the process, and products keep none: in processes of their own."""
 
 import subprocess
 import sys
@@ -34,3 +34,31 @@ def test_the_next_step_finds_the_memory_of_the_last():
     told, usual, kept = done.stdout.split()
     if told == "True":
         assert int(kept) < 100 < 10_000 < int(usual)  # 10 x 32 MiB are 81,920 pages
+
+
+PRODUCTS = """
+import ctypes, os, sys
+from core.launch.memory import share_product_memory
+if sys.argv[1] == "shared":
+    share_product_memory(os.environ)
+import torch
+a = torch.ones(3000, 3000)
+a @ a
+mkl = ctypes.CDLL("libtorch_cpu.so")
+kept = getattr(mkl, "mkl_serv_mem_stat", None)
+print(kept(ctypes.byref(ctypes.c_int())) if kept else None)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="MKL's symbols are looked for in a .so")
+def test_products_keep_no_memory():
+    def kept(how: str) -> str:
+        done = subprocess.run(
+            ["env", "-u", "MKL_DISABLE_FAST_MM", sys.executable, "-c", PRODUCTS, how],
+            cwd=ROOT, capture_output=True, text=True,
+        )  # fmt: skip
+        return done.stdout.strip()
+
+    usual, shared = kept("usual"), kept("shared")
+    if usual not in ("", "None"):  # a torch with MKL, where it can be asked
+        assert int(shared) == 0 < int(usual)

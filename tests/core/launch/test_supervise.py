@@ -150,7 +150,7 @@ def test_signals_reach_the_ranks(name, code) -> None:
     process = start("--light", "--nproc", "2", "--steps", "3000")
     first = process.stdout.readline()
     process.send_signal(getattr(signal, name))
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == code
     assert "failed" not in err
     assert not alive(int(first.split()[1]))
