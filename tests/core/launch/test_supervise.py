@@ -27,13 +27,18 @@ def clean_environ(**more: str) -> dict[str, str]:
 
 
 def start(*arguments: str, **environ: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [*PROGRAM, *arguments],
-        env=clean_environ(**environ),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    # A shell that runs the tests in the background has SIGINT ignored, and children inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(
+            [*PROGRAM, *arguments],
+            env=clean_environ(**environ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def light(*arguments: str, **environ: str) -> tuple[int, str, str]:
