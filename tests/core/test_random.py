@@ -147,3 +147,29 @@ def test_impossible_rates_are_refused(p):
 def test_a_tensor_of_another_shape_is_refused():
     with pytest.raises(ValueError, match="is not rank 0's part"):
         init_normal_(torch.empty(3, 4), seed=0, name="w", shard=Shard((4, 3)))
+
+
+@pytest.mark.parametrize("numbers", [3, SMALL + 1])
+def test_bits_are_those_of_splitmix64(numbers):
+    """The published generator's first outputs from state 0, by either way of computing them."""
+    known = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)
+    found = bits(0, torch.arange(numbers))[:3].tolist()
+    assert [number % (1 << 64) for number in found] == list(known)
+
+
+@pytest.mark.parametrize("make", [_keep_on_host, _keep_on_device])
+def test_masks_are_those_of_the_published_hash(make):
+    """lowbias32 in whole numbers, element by element: a resumed run drops what it would have."""
+
+    def mix(x: int) -> int:
+        x = (x ^ (x >> 16)) * 0x7FEB352D % (1 << 32)
+        x = (x ^ (x >> 15)) * 0x846CA68B % (1 << 32)
+        return x ^ (x >> 16)
+
+    keys, offset, length, least = [5, -7, (3 << 40) + 11], 1000, 400, threshold(0.3)
+    wanted = [
+        [mix(mix((j * 0x9E3779B9 + key) % (1 << 32)) ^ (key >> 32) % (1 << 32)) >= least
+         for j in range(offset, offset + length)]
+        for key in keys
+    ]  # fmt: skip
+    assert make(torch.tensor(keys), length, least, offset).tolist() == wanted
