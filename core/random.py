@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from core.shard import Shard
+from kernels.integer_mix import mix_unsigned_
 
 GOLDEN = 0x9E3779B97F4A7C15
 BLOCK = 1 << 17  # elements worked on at once: few calls, temporaries of 1 MiB
@@ -43,24 +44,14 @@ def stream_key(seed: int, *names: object) -> int:
 
 def mix64_(x: Tensor) -> Tensor:
     """SplitMix64's finaliser on int64, in place (Steele, Lea, Flood, 2014): a permutation."""
-    if x.device.type == "cpu" and x.numel() <= SMALL:
-        return _mix64_host_(x)
+    if x.device.type == "cpu" and x.numel() <= SMALL:  # numpy costs less a call
+        numbers = x.numpy().view(np.uint64)
+        mix_unsigned_(numbers, np.empty_like(numbers), FINALISER)
+        return x
     for shift, factor in FINALISER:
         x.bitwise_xor_((x >> shift).bitwise_and_((1 << (64 - shift)) - 1))
         if factor is not None:
             x.mul_(_signed(factor))
-    return x
-
-
-def _mix64_host_(x: Tensor) -> Tensor:
-    """By numpy, which has unsigned numbers and costs less a call."""
-    numbers = x.numpy().view(np.uint64)
-    spare = np.empty_like(numbers)
-    for shift, factor in FINALISER:
-        np.right_shift(numbers, shift, out=spare)
-        np.bitwise_xor(numbers, spare, out=numbers)
-        if factor is not None:
-            np.multiply(numbers, factor, out=numbers)
     return x
 
 

@@ -22,7 +22,6 @@ from core.data_parallel.config import DataParallelConfig
 from core.data_parallel.ddp import DataParallel
 from core.feed import Feed
 from core.grid import ParallelConfig
-from core.launch.memory import keep_freed_memory
 from core.memory_report import MemoryReport
 from core.metrics import Metrics
 from core.optimizer import schedule as schedules
@@ -33,6 +32,7 @@ from core.pipeline_parallel.measured import PipelineLog
 from core.pipeline_parallel.schedules import row_maker
 from core.pipeline_parallel.stage import Stage
 from core.process_grid import ProcessGrid
+from core.process_memory import keep_freed_memory
 from core.resume import Checkpoints
 from core.step_clock import StepClock
 from core.train import (

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from kernels.gpu import jit, tl
+from kernels.integer_mix import mix_unsigned_
 
 ODD = 0x9E3779B9  # 2^32 / golden ratio: neighbouring elements start far apart
 MULTIPLY_1 = 0x7FEB352D
 MULTIPLY_2 = 0x846CA68B
+ROUNDS = ((16, MULTIPLY_1), (15, MULTIPLY_2), (16, None))
 BLOCK = 1 << 15  # elements worked on at once on a CPU: they stay in its cache
 
 
@@ -37,9 +39,11 @@ def _shift_xor_(x: Tensor, bits: int) -> Tensor:
 
 
 def _mix_(x: Tensor) -> Tensor:
-    _shift_xor_(x, 16).mul_(_signed(MULTIPLY_1))
-    _shift_xor_(x, 15).mul_(_signed(MULTIPLY_2))
-    return _shift_xor_(x, 16)
+    for bits, factor in ROUNDS:
+        _shift_xor_(x, bits)
+        if factor is not None:
+            x.mul_(_signed(factor))
+    return x
 
 
 def threshold(p: float) -> int:
@@ -83,19 +87,11 @@ def _keep_on_host(keys: Tensor, length: int, least: int, offset: int) -> Tensor:
     for i in range(0, len(rows), step):
         x = low[i : i + step] + j
         spare = np.empty_like(x)
-        _mix_host_(x, spare)
+        mix_unsigned_(x, spare, ROUNDS)
         np.bitwise_xor(x, high[i : i + step], out=x)
-        _mix_host_(x, spare)
+        mix_unsigned_(x, spare, ROUNDS)
         np.greater_equal(x, least, out=keep[i : i + step])
     return torch.from_numpy(keep).view(*keys.shape, length)
-
-
-def _mix_host_(x: np.ndarray, spare: np.ndarray) -> None:
-    for bits, factor in ((16, MULTIPLY_1), (15, MULTIPLY_2), (16, None)):
-        np.right_shift(x, bits, out=spare)
-        np.bitwise_xor(x, spare, out=x)
-        if factor is not None:
-            np.multiply(x, factor, out=x)
 
 
 # ---- the same in Triton --------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from core.launch.memory import share_product_memory
+from core.process_memory import keep_freed_memory, share_product_memory
 
 LAYERS, HIDDEN, HEADS, SEQ, BATCH, VOCAB = 12, 256, 4, 256, 4, 50304
 CONTESTANTS = ("floor", "ours", "plain", "hf")
@@ -79,7 +79,6 @@ def ours() -> Callable[[], None]:
 
     from core.data_parallel.ddp import DataParallel
     from core.feed import Feed
-    from core.launch.memory import keep_freed_memory
     from core.optimizer.adam import Optimizer
     from core.optimizer.config import OptimizerConfig
     from core.optimizer.schedule import Schedule

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import ctypes
 import glob
 import hashlib
 import json
@@ -32,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 # numpy's own threads have nothing to do here, and would be in the way of forks
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+from core.process_memory import keep_freed_memory
 from data.encode import Encoded, EncodeSettings, encode_block, tokenizer_of
 from data.index_format import DataError, bin_path
 from data.indexed import IndexedBuilder
@@ -41,9 +41,6 @@ BAD_LINES_SHOWN = 10
 PROGRESS_SECONDS = 2.0
 MARK_SECONDS = 10.0
 PARENT_SECONDS = 1.0
-# of glibc's malloc.h; the threshold can be no higher
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-KEPT_BYTES = 32 << 20
 TOKENIZER_FLAGS = (
     "tokenizer_model",
     "vocab_file",
@@ -65,7 +62,7 @@ NO_EFFECT = {
 
 def main(argv: list[str] | None = None) -> int:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a worker; --workers says how many
-    keep_freed_memory()
+    keep_freed_memory()  # a twentieth of the time; workers inherit it by the fork
     args = parse(argv)
     for name, why in NO_EFFECT.items():
         if getattr(args, name) not in (None, False):
@@ -172,16 +169,6 @@ def add_token_flags(parser: argparse.ArgumentParser) -> None:
     add("--log-interval", type=int)
     add("--dataset-impl")
     add("--keep-sequential-samples", action="store_true")
-
-
-def keep_freed_memory() -> None:
-    """Let the C library keep what one block frees for the next; workers inherit it by the fork.
-
-    glibc gives it back to the system and asks again: a twentieth of the time.
-    """
-    if hasattr(library := ctypes.CDLL(None), "gnu_get_libc_version"):
-        for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
-            library.mallopt(parameter, KEPT_BYTES)
 
 
 def default_workers() -> int:

@@ -42,6 +42,10 @@ class FlatParameter(nn.Parameter):
         """The gradient sum so far, to be added to; zeros before the first gradient of a step."""
         return self.memory.gradient(self.place)
 
+    def gradient_target(self) -> tuple[Tensor, bool]:
+        """(main_grad's memory, whether the gradient is to overwrite it, as the first of a step)."""
+        return self.memory.target(self.place)
+
 
 class BucketMemory:
     """One bucket of this rank.
@@ -213,9 +217,8 @@ def _arrived(param: FlatParameter) -> None:
 
     A hook that held the bucket would be a cycle that no garbage collector sees.
     """
-    memory, place = param.memory, param.place
     if param.grad is not None:  # None: a layer has added to main_grad already
-        view, fresh = memory.target(place)
+        view, fresh = param.gradient_target()
         view.copy_(param.grad) if fresh else view.add_(param.grad)
         param.grad = None
-    memory.arrived(place)
+    param.memory.arrived(param.place)

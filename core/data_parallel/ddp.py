@@ -36,7 +36,7 @@ OVERLAPPED_BUCKET = 40_000_000  # parameters, where reductions overlap and nothi
 
 def add_weight_grad(param: nn.Parameter, grad: Tensor, x: Tensor) -> None:
     """main_grad += grad' x; grad [n, rows], x [n, columns] of a linear's weight [rows, columns]."""
-    main, fresh = param.memory.target(param.place)
+    main, fresh = param.gradient_target()
     main = main.view(grad.shape[1], x.shape[1])
     if main.dtype != grad.dtype:
         product = grad.t() @ x

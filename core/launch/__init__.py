@@ -8,9 +8,8 @@
 
 Read place.py and here.py, then supervise.py (the --nproc parent), world.py (start and stop) with
 rendezvous.py, failure.py and watch.py (how a run ends when something breaks), signals.py (asked to
-stop). memory.py is about the process's own. None of them imports torch before `start`, so that
---help and the parent stay light. No other part of core but core/optional.py reads environment
-variables.
+stop). None of them imports torch before `start`, so that --help and the parent stay light. No other
+part of core but core/optional.py reads environment variables.
 """
 
 from core.launch.failure import Failure, read_failures, refuse

@@ -14,10 +14,10 @@ import threading
 import time
 
 from core.launch.failure import Reporter, leave
-from core.launch.memory import share_product_memory
 from core.launch.place import PARENT, Place, find_place
 from core.launch.signals import listen_early
 from core.launch.supervise import RECORDS
+from core.process_memory import share_product_memory
 
 STARTED = time.monotonic()  # before anything heavy
 

@@ -124,9 +124,9 @@ class Stage(nn.Module):
         """Gives the memory where gradients of `weight` add up, and whether this one is the first
         there and overwrites it: to be asked when there is a gradient, since the memory may come and
         go with every microbatch. None where autograd has to take the gradient."""
-        if not self.training or not hasattr(type(weight), "main_grad"):
+        if not self.training or not hasattr(type(weight), "gradient_target"):
             return None
-        return lambda: weight.memory.target(weight.place)
+        return weight.gradient_target
 
     def forward_step(
         self, microbatch: int, batch: Batch, activation: Tensor | None

@@ -1,11 +1,12 @@
-"""On a CPU, each step uses the memory of the last one again: `keep_freed_memory`.
+"""A process's own memory: on a CPU, each step uses that of the last one again.
 
 glibc gives large blocks back to the system as soon as they are freed. Every step would then fetch
 its activations' memory anew, a page at a time, each zeroed first: 5 to 10 % of a small model's
-step. MKL in turn keeps what its products have copied, 24 MiB a thread, where nobody else can use
-it: `share_product_memory`.
+step (`keep_freed_memory`). MKL in turn keeps what its products have copied, 24 MiB a thread, where
+nobody else can use it (`share_product_memory`).
 
-Pure but for calls into the C library. Used by core/launch/here.py, core.run and bench_step.py.
+Pure but for calls into the C library. Used by core/launch/here.py, core.run, bench_step.py and
+preprocess_data.py, for which every block of documents is a step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import ctypes
 from collections.abc import MutableMapping
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-KEPT_BLOCK = 32 << 20  # larger ones are few, and would leave holes
+KEPT_BLOCK = 32 << 20  # larger ones are few, and would leave holes; glibc allows no more
 
 
 def keep_freed_memory() -> bool:
