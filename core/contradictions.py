@@ -73,6 +73,10 @@ RULES: tuple[Rule, ...] = (
         lambda v: v.grad_reduce_in_bf16 and v.fp16,
         "--grad-reduce-in-bf16 goes with --bf16 or float32, not with --fp16; leave one out",
     ),
+    Rule(
+        lambda v: v.fp32_residual_connection and not (v.bf16 or v.fp16),
+        "--fp32-residual-connection does nothing without --bf16 or --fp16; leave it out",
+    ),
     # -- data parallelism --------------------------------------------------------------------------
     Rule(
         lambda v: v.use_distributed_optimizer and _sharding(v) == "no_shard",

@@ -78,6 +78,7 @@ class Sizes:
     seq, micro_batch, hidden
     stages              those of this rank
     bytes_per_element   of activations
+    bytes_between       of an element that stages send; None: the same
     bytes_per_loss      of the loss's messages
     loss_mode           how the output layer and its loss are computed (core.tensor_parallel)
     loss_chunk          most tokens that the fused modes work on at once, of one rank's rows under
@@ -101,6 +102,7 @@ class Sizes:
     microbatches: int
     sequence_parallel: bool = False
     bytes_per_element: int = 4
+    bytes_between: int | None = None
     bytes_per_loss: int = 4
     loss_mode: Literal["pipelined", "one-shot", "split", "unfused"] = "pipelined"
     loss_chunk: int | None = None
@@ -192,7 +194,8 @@ def _parameters(z: Sizes) -> Iterator[Call]:
 
 def _transfers(z: Sizes, tp: int, row: Sequence[Action]) -> Iterator[Call]:
     """One activation or its gradient, this rank's rows of it under sequence parallelism."""
-    payload = _activation(z) // (tp if z.sequence_parallel else 1)
+    payload = _activation(replace(z, bytes_per_element=z.bytes_between or z.bytes_per_element))
+    payload //= tp if z.sequence_parallel else 1
     for action in row:
         if action.op in SENDS + RECEIVES:
             yield "pp", "send" if action.op in SENDS else "recv", payload

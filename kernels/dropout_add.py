@@ -64,9 +64,9 @@ BLOCK = 1024
 
 
 def forward(x: Tensor, bias: Tensor | None, residual: Tensor, keys: Tensor, p: float) -> Tensor:
-    """[rows, width] operands, keys [rows]."""
+    """[rows, width] operands, keys [rows]; y has the residual's type."""
     rows, width = x.shape
-    y = torch.empty_like(x)
+    y = torch.empty_like(residual)
     launch(
         _forward, (rows, cdiv(width, BLOCK)),
         x, x if bias is None else bias, residual, keys, y, width, lowest_kept(p), 1 / (1 - p),
@@ -75,9 +75,10 @@ def forward(x: Tensor, bias: Tensor | None, residual: Tensor, keys: Tensor, p: f
     return y
 
 
-def backward(dy: Tensor, keys: Tensor, p: float) -> Tensor:
+def backward(dy: Tensor, keys: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+    """dx in `dtype`."""
     rows, width = dy.shape
-    dx = torch.empty_like(dy)
+    dx = torch.empty_like(dy, dtype=dtype)
     launch(
         _backward, (rows, cdiv(width, BLOCK)),
         dy, keys, dx, width, lowest_kept(p), 1 / (1 - p), BLOCK=BLOCK
@@ -88,16 +89,21 @@ def backward(dy: Tensor, keys: Tensor, p: float) -> Tensor:
 # ---- autograd and reference ---------------------------------------------------------------------
 
 
+def _own(x: Tensor, overwrite: bool, dtype: torch.dtype) -> Tensor:
+    """x in `dtype`, to be written to. If x itself is kept for a backward, autograd will say so."""
+    return x.detach() if overwrite and x.dtype == dtype else x.to(dtype, copy=True)
+
+
 class _BiasDropoutAdd(Function):
     """forward   y = residual + dropout(x + bias)
     backward  dx = dropout(dy), by the same mask"""
 
     @staticmethod
-    def forward(ctx, x, bias, residual, keys, p):
+    def forward(ctx, x, bias, residual, keys, p, overwrite):
         rows = x.reshape(-1, x.shape[-1])
         residual = residual.reshape(rows.shape)
         keys = keys.reshape(-1)
-        ctx.p, ctx.has_bias = p, bias is not None
+        ctx.p, ctx.has_bias, ctx.dtype = p, bias is not None, x.dtype
         ctx.kernels = use_triton(x) and x.dtype != torch.float64
         if ctx.kernels:
             ctx.save_for_backward(keys)
@@ -105,7 +111,8 @@ class _BiasDropoutAdd(Function):
             return y.view(x.shape)
         keep = keep_mask(keys, rows.shape[1], p)
         ctx.save_for_backward(keep)
-        y = rows * keep if bias is None else (rows + bias).mul_(keep)
+        y = _own(rows, overwrite, residual.dtype)
+        y = (y if bias is None else y.add_(bias)).mul_(keep)
         return torch.add(residual, y, alpha=1 / (1 - p), out=y).view(x.shape)
 
     @staticmethod
@@ -114,26 +121,28 @@ class _BiasDropoutAdd(Function):
         (saved,) = ctx.saved_tensors
         rows = dy.reshape(-1, dy.shape[-1])
         if ctx.kernels:
-            dx = backward(rows.contiguous(), saved, ctx.p)
+            dx = backward(rows.contiguous(), saved, ctx.p, ctx.dtype)
         else:
-            dx = (rows * saved).mul_(1 / (1 - ctx.p))
+            dx = (rows * saved).mul_(1 / (1 - ctx.p)).to(ctx.dtype)
         dbias = dx.sum(0) if ctx.has_bias and ctx.needs_input_grad[1] else None
-        return dx.view(dy.shape), dbias, dy, None, None
+        return dx.view(dy.shape), dbias, dy, None, None, None
 
 
 class _BiasAdd(Function):
-    """forward   y = residual + x + bias, one new tensor
+    """forward   y = residual + x + bias
     backward  dx = dresidual = dy"""
 
     @staticmethod
-    def forward(ctx, x, bias, residual):
-        return torch.add(x, residual).add_(bias)
+    def forward(ctx, x, bias, residual, overwrite):
+        ctx.dtype = x.dtype
+        y = _own(x, overwrite, residual.dtype).add_(residual)
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         dbias = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
-        return dy, dbias, dy
+        return dy.to(ctx.dtype), dbias, dy, None
 
 
 def bias_dropout_add(
@@ -142,16 +151,20 @@ def bias_dropout_add(
     residual: Tensor,
     keys: Tensor | None = None,
     p: float = 0.0,
+    *,
+    overwrite: bool = False,
 ) -> Tensor:
     """residual + dropout(x + bias).
 
-    x, residual  [s, b, h]
+    x, residual  [s, b, h]; the result has the residual's type
     bias         [h] or None
     keys         [s, b] int64, one per row; None drops nothing (evaluation)
     p            probability of being dropped, in [0, 1)
+    overwrite    x is needed by nobody afterwards: its memory may become the result's. If something
+                 kept it for backward, that backward raises RuntimeError
     """
     if keys is None or threshold(p) == 0:
-        return residual + x if bias is None else _BiasAdd.apply(x, bias, residual)
+        return _BiasAdd.apply(x, bias, residual, overwrite)
     if keys.shape != x.shape[:-1]:
         raise ValueError(f"keys are {tuple(keys.shape)}; x {tuple(x.shape)} needs one per row")
-    return _BiasDropoutAdd.apply(x, bias, residual, keys, p)
+    return _BiasDropoutAdd.apply(x, bias, residual, keys, p, overwrite)

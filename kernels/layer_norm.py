@@ -156,9 +156,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = 1e-5
     """x [..., h], weight and bias [h] -> [..., h]; torch's own kernel.
 
     On a CPU that kernel adds up the gradients of weight and bias in their own type, too coarse for
-    bf16, so low-precision operands are cast to float32 there.
+    bf16, so low-precision operands are cast to float32 there. y has x's type; weight and bias may
+    be of a shorter one.
     """
     shape = (x.shape[-1],)
+    if x.dtype != weight.dtype and x.element_size() > 2:
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if x.is_cuda or x.dtype in (torch.float32, torch.float64):
         return F.layer_norm(x, shape, weight, bias, eps)
     bias = None if bias is None else bias.float()

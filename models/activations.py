@@ -30,12 +30,14 @@ class Cut:
     batch              samples        tp   ranks that a layer is cut over
     sequence_parallel  activations between the linears are cut, too
     element            bytes
+    residual           bytes of an element of what the blocks add to; 0: `element`
     """
 
     batch: int
     tp: int = 1
     sequence_parallel: bool = False
     element: int = 4
+    residual: int = 0
 
 
 def layer_parts(config: TransformerConfig, cut: Cut) -> dict[str, int]:
@@ -108,7 +110,8 @@ def kept_bytes(
     if "layernorm" in recompute.modules:
         selective -= parts["norm_outputs"]
     kept = inputs = largest = 0
-    whole_input = config.seq_length * cut.batch * config.hidden_size * cut.element
+    whole_input = config.seq_length * cut.batch * config.hidden_size
+    whole_input *= cut.residual or cut.element
     is_cut = cut.sequence_parallel or recompute.distribute_saved_activations
     for unit in recompute.units(layers):
         if unit.again:

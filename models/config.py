@@ -79,6 +79,8 @@ class TransformerConfig:
     """Dropout on what each block adds to the residual stream."""
     attention_softmax_in_fp32: bool = False
     """Softmax of attention in float32 under a shorter type; wider types are never narrowed."""
+    fp32_residual_connection: bool = False
+    """Under --bf16 and --fp16, what the blocks add to, and what stages send, in float32."""
     fp64: bool = False
     """Run everything in float64, for checks."""
 

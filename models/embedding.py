@@ -58,7 +58,7 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.sequence_parallel = build.tp, build.sequence_parallel
-        self.dropout = dropout
+        self.dropout, self.residual_dtype = dropout, build.residual_dtype
         self.word = VocabParallelEmbedding(
             padded_size,
             hidden_size,
@@ -100,6 +100,8 @@ class Embedding(nn.Module):
             x = x + self.position(self.mine(positions))
         if self.token_type is not None and token_types is not None:
             x = x + self.token_type(self.mine(token_types))
+        if self.residual_dtype is not None:
+            x = x.to(self.residual_dtype)
         if self.norm is not None:
             x = self.norm(x)
         if self.dropout > 0 and context.dropout is not None:

@@ -64,8 +64,9 @@ class Stack(Stage):
         sequence_parallel = sequence_parallel and tp.size > 1
         rows = config.seq_length // (tp.size if sequence_parallel else 1)
         shape = (rows, micro_batch_size, config.hidden_size)
-        super().__init__(index, count, WireSpec(shape, dtype, grid.device))
-        self.build = build = Build(tp, dtype, grid.device, seed, sequence_parallel)
+        wide = torch.float32 if config.fp32_residual_connection else None
+        super().__init__(index, count, WireSpec(shape, wide or dtype, grid.device))
+        self.build = build = Build(tp, dtype, grid.device, seed, sequence_parallel, wide)
         self.tp, self.seed, self.sequence_parallel = tp, seed, sequence_parallel
         self.vocab_size = config.vocab_size
         self.padded_size = config.padded_vocab_size(tp.size)
@@ -88,7 +89,8 @@ class Stack(Stage):
         for unit in self.units:
             for block in self.blocks_of(unit):
                 block.recomputed = unit.again
-        self.final_norm = Norm(*norm) if self.is_last and norm_placement == "pre" else None
+        last_norm = self.is_last and norm_placement == "pre"
+        self.final_norm = Norm(*norm, result=wide and dtype) if last_norm else None
         self._predict_memory(config, recompute, layers, micro_batch_size)
 
     def _predict_memory(
@@ -98,7 +100,8 @@ class Stack(Stage):
         layers: Sequence[int],
         batch: int,
     ) -> None:
-        cut = Cut(batch, self.tp.size, self.sequence_parallel, self.build.dtype.itemsize)
+        element, residual = self.build.dtype.itemsize, self.wire.dtype.itemsize
+        cut = Cut(batch, self.tp.size, self.sequence_parallel, element, residual)
         blocks = kept_bytes(config, recompute, layers, cut)
         ends = end_bytes(config, cut, self.is_first, self.is_last)
         self.saved_bytes = (blocks.kept + ends, blocks.most + ends)
@@ -155,7 +158,7 @@ class Stack(Stage):
         """Masks, positions and dropout keys of one microbatch, the same on every stage."""
         rotary = None
         if self.rotary is not None and self.layers:
-            rotary = self.rotary.tables(batch["position_ids"].t(), self.wire.dtype)
+            rotary = self.rotary.tables(batch["position_ids"].t(), self.build.dtype)
         keys = None
         if self.training and self.dropping:
             keys = DropoutKeys(self.seed, batch["sample"])
@@ -179,7 +182,9 @@ class Stack(Stage):
                 )
             else:
                 x = forward(x)
-        return x if self.final_norm is None else self.final_norm(x)
+        if self.final_norm is not None:
+            return self.final_norm(x)
+        return x.to(self.build.dtype) if self.is_last else x
 
     def _through(self, unit: Unit, context: Context, x: Tensor) -> Tensor:
         for block in self.blocks_of(unit):

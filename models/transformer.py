@@ -68,6 +68,7 @@ class Build:
     dtype, device      of parameters
     seed               initial values are a function of it, the parameter's name and the index
     sequence_parallel  activations between the linears are cut along the sequence
+    residual_dtype     of what the blocks add to; None: `dtype`
     """
 
     tp: object
@@ -75,6 +76,7 @@ class Build:
     device: torch.device
     seed: int
     sequence_parallel: bool = False
+    residual_dtype: torch.dtype | None = None
 
     def replicated(self, shape: tuple[int, ...], value: float, *, per_token: bool = True):
         """A parameter every tp rank holds whole: a norm's gain or a bias; no weight decay.
@@ -97,6 +99,7 @@ class Norm(nn.Module):
 
     per_head: the norm of queries or keys, applied to this rank's heads of every token. Each tp rank
     then sees other heads, so the gradient is always added over tp.
+    result: the type of y, where it is not that of x.
     """
 
     def __init__(
@@ -107,9 +110,10 @@ class Norm(nn.Module):
         build: Build,
         *,
         per_head: bool = False,
+        result: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.kind, self.eps, self.width = kind, eps, width
+        self.kind, self.eps, self.width, self.result = kind, eps, width, result
         self.weight = build.replicated((width,), 1.0)
         self.bias = build.replicated((width,), 0.0) if kind == "LayerNorm" else None
         if per_head:
@@ -118,8 +122,10 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "LayerNorm":
-            return layer_norm(x, self.weight, self.bias, self.eps)
-        return rms_norm(x, self.weight, self.eps)
+            y = layer_norm(x, self.weight, self.bias, self.eps)
+        else:
+            y = rms_norm(x, self.weight, self.eps)
+        return y if self.result is None else y.to(self.result)
 
     def extra_repr(self) -> str:
         return f"{self.kind}({self.width}, eps={self.eps})"
@@ -340,12 +346,12 @@ def dropout_add(
     place: str,
     context: Context,
 ) -> Tensor:
-    """residual + dropout(x + bias), x and residual [rows, b, h]."""
+    """residual + dropout(x + bias), x and residual [rows, b, h]; uses up x."""
     keys = None
     if p > 0 and context.dropout is not None:
         rows = torch.arange(x.shape[0], device=x.device) + context.first_row
         keys = context.dropout.rows(layer, place, rows)
-    return bias_dropout_add(x, bias, residual, keys, p)
+    return bias_dropout_add(x, bias, residual, keys, p, overwrite=True)
 
 
 class Block(nn.Module):
@@ -354,6 +360,7 @@ class Block(nn.Module):
     pre   x += dropout(attention(norm(x)));  x += dropout(mlp(norm(x)))      (GPT)
     post  x = norm(x + dropout(attention(x)));  x = norm(x + dropout(mlp(x)))  (the original BERT)
 
+    x is of build.residual_dtype, what goes into attention and MLP of build.dtype.
     again      parts that are computed again in backward: core_attn, mlp, layernorm (of pre only)
     recomputed the whole block is, by whoever calls it: Stack says so
     """
@@ -379,7 +386,9 @@ class Block(nn.Module):
         # the two matrices that write to the residual stream: std / sqrt(2 l), as GPT-2
         std_out = config.init_method_std / math.sqrt(2 * config.num_layers)
         norm = (config.normalization, config.hidden_size, config.norm_epsilon, build)
-        self.attention_norm = Norm(*norm)
+        self.dtype = build.dtype
+        result = build.dtype if build.residual_dtype and self.norm_first else None
+        self.attention_norm = Norm(*norm, result=result)
         self.attention = Attention(
             config,
             layer,
@@ -389,7 +398,7 @@ class Block(nn.Module):
             rotary=rotary,
             core_again="core_attn" in again,
         )
-        self.mlp_norm = Norm(*norm)
+        self.mlp_norm = Norm(*norm, result=result)
         if config.squared_relu:
             activation = Activation(squared_relu, squared_relu_again)
         self.mlp = MLP(config, layer, build, activation=activation, std_out=std_out)
@@ -401,9 +410,9 @@ class Block(nn.Module):
             x = dropout_add(y, bias, x, place="attention_out", **where)
             y, bias = self._behind(self.mlp_norm, self._mlp, x)
             return dropout_add(y, bias, x, place="mlp_out", **where)
-        y, bias = self.attention(x, context)
+        y, bias = self.attention(x.to(self.dtype), context)
         x = self.attention_norm(dropout_add(y, bias, x, place="attention_out", **where))
-        y, bias = self._mlp(x)
+        y, bias = self._mlp(x.to(self.dtype))
         return self.mlp_norm(dropout_add(y, bias, x, place="mlp_out", **where))
 
     def _behind(self, norm: Norm, part: Callable, x: Tensor, *context: Context):

@@ -29,7 +29,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from core.process_memory import keep_freed_memory, share_product_memory
+from core.process_memory import keep_freed_memory, share_freed_memory
 
 LAYERS, HIDDEN, HEADS, SEQ, BATCH, VOCAB = 12, 256, 4, 256, 4, 50304
 CONTESTANTS = ("floor", "ours", "plain", "hf")
@@ -222,7 +222,7 @@ class Process:
         command = [sys.executable, __file__, "--contestant", name, "--threads", str(threads)]
         environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         if name == "ours":
-            share_product_memory(environ)  # as pretrain_gpt.py does when it starts
+            share_freed_memory(environ)  # as a rank of --nproc is started
         self.name, self.times, self.peak = name, [], 0.0
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ

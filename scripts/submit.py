@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from core.launch.slurm import parse_time_limit
+from core.process_memory import share_freed_memory
 
 SCRIPTS = Path(__file__).resolve().parent
 LONGEST_LEAD = 300  # seconds before the time limit at which the run is asked to save
@@ -188,10 +189,14 @@ def _header(job: Job) -> list[str]:
 
 def _environment(job: Job) -> list[str]:
     records = f"{shlex.quote(job.folder)}/failures-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"
+    sharing: dict[str, str] = {}
+    share_freed_memory(sharing)
     lines = [
         f"cd {shlex.quote(str(Path.cwd()))} || exit 1",
         "# From SLURM 22.05 on, srun does not take --cpus-per-task over from sbatch by itself.",
         "export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}",
+        "# The ranks' freed memory goes to whoever asks next (core/process_memory.py).",
+        *(f"export {name}=${{{name}:-{value}}}" for name, value in sharing.items()),
         "# Every rank that fails leaves a record here.",
         f"export PHALANX_RECORDS={records}",
         'mkdir -p "$PHALANX_RECORDS"',

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
+import torch
 from torch import Tensor
 
 from core.comm import Group
@@ -67,7 +68,8 @@ def digests(trainer: Trainer) -> dict[str, str]:
 
 
 def _digest(value: Tensor) -> str:
-    return hashlib.blake2b(value.contiguous().numpy().tobytes(), digest_size=16).hexdigest()
+    numbers = value.contiguous().view(torch.uint8).numpy()
+    return hashlib.blake2b(numbers.tobytes(), digest_size=16).hexdigest()
 
 
 def recorded(trainer: Trainer) -> dict[tuple[str, str], tuple[int, int, int]]:
@@ -85,6 +87,8 @@ def predicted(
     """core.traffic's prediction, without the stop flag: that is the loop's, not the step's."""
     grid, microbatches = trainer.grid, trainer.batch_schedule.microbatches(0)
     split = layout.schedule == "zb_h1"
+    stage = trainer.stages[0]
+    element = stage.build.dtype.itemsize
     sizes = Sizes(
         seq=model.seq_length,
         micro_batch=layout.micro_batch_size,
@@ -92,12 +96,13 @@ def predicted(
         microbatches=microbatches,
         stages=tuple(stage_sizes(trainer, stage, layout) for stage in trainer.stages),
         sequence_parallel=layout.sequence_parallel,
-        bytes_per_element=model.bytes_per_element,
+        bytes_per_element=element,
+        bytes_between=stage.wire.dtype.itemsize,
         bytes_per_loss=model.bytes_per_element,
         sharding=layout.sharding,
         bytes_per_gradient=model.bytes_per_element,
         bytes_per_sum=model.bytes_per_element,
-        bytes_per_parameter=model.bytes_per_element,
+        bytes_per_parameter=element,
         loss_mode={"auto": "split" if split else "pipelined"}.get(model.loss_mode, model.loss_mode),
     )
     chunks = len(trainer.stages)

@@ -17,7 +17,7 @@ from core.launch.failure import Reporter, leave
 from core.launch.place import PARENT, Place, find_place
 from core.launch.signals import listen_early
 from core.launch.supervise import RECORDS
-from core.process_memory import share_product_memory
+from core.process_memory import share_freed_memory
 
 STARTED = time.monotonic()  # before anything heavy
 
@@ -32,7 +32,7 @@ def find_here(nproc: str | int | None = None) -> Place:
     """
     # torch's C++ side prints pages about lost connections that the launcher tells in a line
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    share_product_memory(os.environ)
+    share_freed_memory(os.environ)
     place = find_place(nproc, os.environ)
     if PARENT in os.environ:
         _die_with(int(os.environ[PARENT]))

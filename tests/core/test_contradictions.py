@@ -28,6 +28,7 @@ LINES = [  # one for every rule, in the table's order: the line, how its sentenc
     (FP16 + "--hysteresis 3", "--loss-scale 8 is constant, --hysteresis 3"),
     ("--fp64 --grad-reduce-in-bf16", "--grad-reduce-in-bf16 would shorten"),
     ("--fp16 --grad-reduce-in-bf16", "--grad-reduce-in-bf16 goes with --bf16"),
+    ("--fp32-residual-connection", "--fp32-residual-connection does nothing without --bf16"),
     (f"{OPTIM} {STRATEGY} no_shard", f"{OPTIM} and {STRATEGY} no_shard contradict"),
     ("--overlap-param-gather", "--overlap-param-gather does nothing without"),
     (

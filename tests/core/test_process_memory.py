@@ -1,10 +1,14 @@
 """Freed memory stays with the process, and products keep none: in processes of their own."""
 
+import ctypes
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from core.process_memory import share_freed_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -38,9 +42,9 @@ def test_the_next_step_finds_the_memory_of_the_last():
 
 PRODUCTS = """
 import ctypes, os, sys
-from core.process_memory import share_product_memory
+from core.process_memory import share_freed_memory
 if sys.argv[1] == "shared":
-    share_product_memory(os.environ)
+    share_freed_memory(os.environ)
 import torch
 a = torch.ones(3000, 3000)
 a @ a
@@ -62,3 +66,41 @@ def test_products_keep_no_memory():
     usual, shared = kept("usual"), kept("shared")
     if usual != "None":  # a torch with MKL, where it can be asked
         assert int(shared) == 0 < int(usual)
+
+
+BLOCKS = """
+import ctypes
+from core.process_memory import keep_freed_memory
+
+class Counts(ctypes.Structure):
+    _fields_ = [(n, ctypes.c_size_t) for n in "arena a b c d e f used free top".split()]
+
+keep_freed_memory()
+library = ctypes.CDLL(None)
+library.malloc.restype, library.mallinfo2.restype = ctypes.c_void_p, Counts
+blocks = [library.malloc(n) for _ in range(100) for n in (200, 1 << 20)]
+for block in blocks:
+    library.free(ctypes.c_void_p(block))
+before = library.mallinfo2().arena
+for _ in range(4):
+    library.malloc(24 << 20)
+print((library.mallinfo2().arena - before) >> 20)
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc, from 2.33 on, counts them"
+)
+def test_large_blocks_grow_together_again():
+    def grown(environ: dict[str, str]) -> int:
+        """MiB that four blocks of 24 MiB need beyond the freed 100."""
+        done = subprocess.run(
+            [sys.executable, "-c", BLOCKS],
+            cwd=ROOT, capture_output=True, text=True, check=True, env=environ,
+        )  # fmt: skip
+        return int(done.stdout)
+
+    usual = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
+    shared = dict(usual)
+    share_freed_memory(shared)
+    assert grown(shared) == 0 < grown(usual)

@@ -15,7 +15,7 @@ from kernels.dropout_add import bias_dropout_add
 from kernels.linear_cross_entropy import LossTerms, TokenGradient, TorchLogits
 from kernels.linear_cross_entropy_triton import TritonLogits
 from tests.kernels import formulas
-from tests.kernels.test_pointwise import CASES, KEYS, B, H, S
+from tests.kernels.test_pointwise import CASES, KEYS, B, H, S, wide_residual
 
 # 1 / (1 + exp(-x)) is 0 where exp overflows, as it should be
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
@@ -46,6 +46,14 @@ def test_pointwise(name):
         exact = formulas.gradients(formula, *formulas.double(typed))
         got = formulas.gradients(function, *typed)
         assert max(formulas.errors(got, exact)) < limit, dtype
+
+
+def test_a_wide_residual_loses_nothing():
+    (y, dx, dbias, dresidual), exact = wide_residual(0.3)
+    assert (y.dtype, dx.dtype, dresidual.dtype) == (torch.float32, torch.bfloat16, torch.float32)
+    errors = formulas.errors([y, dx, dbias, dresidual], exact)
+    assert max(errors[0], errors[3]) < 1e-6
+    assert max(errors) < 2**-8
 
 
 def test_dropout_masks_are_the_same_bits():

@@ -131,6 +131,51 @@ def test_a_query_that_sees_nothing_gives_zeros():
     assert torch.allclose(rows, (rows > 0).float())
 
 
+def wide_residual(p, **how):
+    """(y, dx, dbias, dresidual) of x and bias in bf16 and a float32 residual, and the formula's."""
+    x, bias = normal(S, B, H).bfloat16(), normal(H).bfloat16()
+    residual = normal(B, S, H).view(S, B, H)
+    exact = formulas.gradients(
+        lambda x, b, r: formulas.bias_dropout_add(x, b, r, KEYS, p),
+        *formulas.double([x, bias, residual]),
+    )
+    got = formulas.gradients(
+        lambda x, b, r: bias_dropout_add(x * 1, b, r, KEYS, p, **how), x, bias, residual
+    )
+    return got, exact
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_a_wide_residual_loses_nothing(p, overwrite):
+    (y, dx, dbias, dresidual), exact = wide_residual(p, overwrite=overwrite)
+    assert (y.dtype, dresidual.dtype) == (torch.float32, torch.float32)
+    assert (dx.dtype, dbias.dtype) == (torch.bfloat16, torch.bfloat16)
+    errors = formulas.errors([y, dx, dbias, dresidual], exact)
+    assert max(errors[0], errors[3]) < 1e-6
+    assert max(errors) < 2**-8
+
+
+@pytest.mark.parametrize("bias", [None, normal(H)], ids=["no bias", "bias"])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_overwriting_gives_the_same_in_the_same_memory(p, bias):
+    x, residual = normal(S, B, H), normal(B, S, H).view(S, B, H)
+    kept = x.clone()
+    usual = bias_dropout_add(x, bias, residual, KEYS, p)
+    assert torch.equal(x, kept)
+    y = bias_dropout_add(x, bias, residual, KEYS, p, overwrite=True)
+    assert torch.equal(y, usual)
+    assert y.data_ptr() == x.data_ptr()
+
+
+def test_overwriting_what_a_backward_needs_is_an_error():
+    leaf = normal(S, B, H).requires_grad_()
+    x = leaf.exp()  # whose backward needs its value
+    y = bias_dropout_add(x, normal(H), normal(S, B, H), overwrite=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_dropout_keeps_what_the_mask_says():
     zeros, ones = torch.zeros(S, B, H), torch.ones(S, B, H)
     y = bias_dropout_add(ones, None, zeros, KEYS, 0.25)

@@ -45,6 +45,7 @@ def kept(world: Group, model: GPTConfig, layout: Layout) -> tuple[int, int, Stag
             layout.micro_batch_size,
             layout.tp,
             layout.sequence_parallel,
+            stage.build.dtype.itemsize,
             stage.wire.dtype.itemsize,
         ),
     )
@@ -64,6 +65,12 @@ def test_kept_by_shape(shape):
 
 def test_kept_in_a_short_type():
     check(*kept(Group.single("world"), GPT, Layout(precision=BF16)))
+
+
+@pytest.mark.parametrize("way", [(), FULL], ids=str)
+def test_kept_with_a_wide_residual(way):
+    wide = replace(GPT, fp32_residual_connection=True)
+    check(*kept(Group.single("world"), wide, Layout(precision=BF16, recompute=way)))
 
 
 @pytest.mark.parametrize("way", [FULL, UNITS, FIRST, CORE, MLP, PARTS], ids=str)
