@@ -34,6 +34,7 @@ from core.pipeline_parallel.stage import Stage
 from core.process_grid import ProcessGrid
 from core.process_memory import keep_freed_memory
 from core.resume import Checkpoints
+from core.sharding_cost import sharding_cost
 from core.step_clock import StepClock
 from core.train import (
     HeldOut,
@@ -172,6 +173,8 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
         elif state.iteration >= last:
             metrics.message(f"nothing to do: iteration {state.iteration} of {last} is complete")
         else:
+            for line in sharding_cost(trainer, state.consumed_samples):
+                metrics.message(line)
             with MemoryReport(trainer, metrics.message, inputs.at_step) as memory:
                 stopped = train(
                     trainer,

@@ -117,6 +117,33 @@ class Sizes:
     batch_floats: int = 1
 
 
+def over_dp(
+    buckets: Sequence[BucketSizes],
+    ways: int,
+    sharding: Strategy,
+    microbatches: int,
+    *,
+    bytes_per_gradient: int,
+    bytes_per_parameter: int,
+) -> tuple[int, int]:
+    """Bytes on the wire of one of `ways` ranks in a step: of gradients, of parameters."""
+    sizes = Sizes(
+        seq=0,
+        micro_batch=0,
+        hidden=0,
+        stages=(StageSizes(0, tuple(buckets)),),
+        microbatches=microbatches,
+        sharding=sharding,
+        bytes_per_gradient=bytes_per_gradient,
+        bytes_per_parameter=bytes_per_parameter,
+    )
+
+    def wire(calls: Iterator[Call]) -> int:
+        return sum(wire_bytes(op, ways, size) for group, op, size in calls if group == "dp_cp")
+
+    return wire(_gradients(sizes)), wire(_parameters(sizes))
+
+
 SIZES_ROW = 8 * 9  # bytes: the number of dimensions and eight sizes, int64
 Call = tuple[str, str, int]  # group, operation, payload in bytes
 
