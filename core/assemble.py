@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,7 @@ from core.pipeline_parallel.placement import Placement
 from core.pipeline_parallel.stage import Stage
 from core.process_grid import ProcessGrid
 from core.run import Data, Inputs, run
+from core.shard import shard_of
 from core.train import Stopped
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ def carry_out(
             f"{title} of {parameters:,} parameters, {model.num_layers} layers, vocabulary "
             f"{model.vocab_size:,} padded to {model.padded_vocab_size(grid.tp.size):,}",
             *layout_facts(world, grid, placement),
+            decay_fact(stages, grid),
         ],
         stop_requested=world.stop_requested,
         at_step=world.at_step,
@@ -108,6 +111,23 @@ def layout_facts(world: World, grid: ProcessGrid, placement: Placement) -> list[
         f"backend {world.backend}",
         *(str(placement).splitlines() if shape.pp > 1 else ()),
     ]
+
+
+def decay_fact(stages: Sequence[Stage], grid: ProcessGrid) -> str:
+    """What weight decay applies to, over the whole model. Collective over pp."""
+    mine = {True: [0, 0], False: [0, 0]}  # parameters, tensors
+    for stage in stages:
+        for shard in map(shard_of, stage.parameters()):
+            if "embed" not in shard.sum_over or stage.is_first:  # a table that two stages hold
+                mine[shard.decay][0] += math.prod(shard.shape)
+                mine[shard.decay][1] += 1
+    ranks = gather_objects([mine[True], mine[False]], grid.pp, tag="startup.decay")
+    on, tensors = (sum(decaying[i] for decaying, _ in ranks) for i in (0, 1))
+    off, others = (sum(rest[i] for _, rest in ranks) for i in (0, 1))
+    return (
+        f"weight decay on {on:,} parameters in {tensors} matrices; "
+        f"none on {off:,} in {others} biases and norms"
+    )
 
 
 def writes_first(folder: str | None, reads: bool, world: Group) -> bool:

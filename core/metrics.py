@@ -204,6 +204,7 @@ class _Interval:
 
     def __init__(self) -> None:
         self.iterations = self.skipped = self.nan = self.counted = 0
+        self.uncounted: list[dict[str, float]] = []  # losses of steps without an update
         self.seconds = self.tflop = 0.0
         self.losses: dict[str, float] = {}
         self.times: dict[str, float] = {}
@@ -221,14 +222,20 @@ class _Interval:
         self.nan += not finite
         counts = finite and not skipped
         self.counted += counts
+        if finite and skipped and row.get("tokens", 1):
+            self.uncounted.append({name: row[name] for name in loss_names(row)})
         for name in loss_names(row):
             self.losses[name] = self.losses.get(name, 0.0) + (row[name] if counts else 0.0)
 
     def mean_losses(self) -> dict[str, float]:
-        """By name, over iterations that made an update; nan when none did."""
+        """By name, over iterations that made an update; over the others that have a loss when none
+        did; nan when none has."""
+        if self.counted:
+            return {name: total / self.counted for name, total in self.losses.items()}
+        found = self.uncounted
         return {
-            name: total / self.counted if self.counted else math.nan
-            for name, total in self.losses.items()
+            name: sum(row[name] for row in found) / len(found) if found else math.nan
+            for name in self.losses
         }
 
 

@@ -114,6 +114,18 @@ class Checkpoints:
                 to_stderr(f"WARNING: training goes on, as --on-failed-save continue asks: {error}")
         return self._failure is None
 
+    def saying(self, say: Callable[[str], None]) -> Callable[[TrainState], bool]:
+        """`save`, and a line about every checkpoint."""
+
+        def save(state: TrainState) -> bool:
+            done = self.save(state)
+            if done:
+                how = "is being written" if self.config.async_save else "is written"
+                say(f"checkpoint of iteration {state.iteration} {how} to {self.config.save}")
+            return done
+
+        return save
+
     def _failure_of(self, job: Callable[[], object]) -> SaveError | None:
         """A failed save, the same on every rank."""
         try:

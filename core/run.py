@@ -182,7 +182,7 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
                     data.train,
                     limits=limits(config, last),
                     reporter=metrics,
-                    save=checkpoints.save if config.checkpoint.save else None,
+                    save=checkpoints.saying(metrics.message) if config.checkpoint.save else None,
                     valid=data.held_out.get("valid", ()),
                     stop_requested=inputs.stop_requested,
                     at_step=memory.at_step,

@@ -22,6 +22,7 @@ from core.feed import Feed
 from core.not_finite import describe
 from core.optimizer.adam import Optimizer
 from core.optimizer.clip import sum_of_squares
+from core.optimizer.precision import LossScale
 from core.optimizer.schedule import Schedule
 from core.pipeline_parallel.actions import Action
 from core.pipeline_parallel.executor import Executor, StepResult
@@ -297,6 +298,21 @@ class Limits:
     exit_duration_in_mins: float | None = None
 
 
+def _refuse_in_vain(state: TrainState, scale: LossScale) -> None:
+    """A run that is complete has changed something."""
+    if state.iteration and not state.updates:
+        why = "no token was kept in any of them; look at the data's loss mask"
+        if scale.overflows or scale.in_vain:
+            why = (
+                f"gradients overflowed float16, and the loss scale is {scale.scale:g} now; "
+                "--initial-loss-scale can start it lower, more iterations let it fall"
+            )
+        raise TrainingStopped(
+            f"all {state.iteration} iterations were skipped and the weights are the initial ones: "
+            + why
+        )
+
+
 def train(
     trainer: Trainer,
     state: TrainState,
@@ -319,6 +335,8 @@ def train(
                     one rank's reason is everybody's
     at_step         told the number of a step before it begins (for failure records)
     began           time.monotonic() from which --exit-duration-in-mins counts; default: now
+
+    Raises TrainingStopped when it cannot go on, and when it is complete but no step made an update.
     """
     began = time.monotonic() if began is None else began
     saved_at = state.iteration
@@ -352,6 +370,7 @@ def train(
     if save is not None and saved_at != state.iteration:
         save(state)
     if state.iteration >= limits.last_iteration:
+        _refuse_in_vain(state, trainer.optimizer.scale)
         stopped = None
         if valid:
             report_evaluation(trainer, state, valid, limits.eval_iters, reporter, asked)

@@ -150,6 +150,15 @@ def test_nan_and_skipped_iterations_are_counted_and_stay_out_of_the_mean(start, 
     assert written[1]["grad_norm"] is None
 
 
+def test_steps_that_only_overflowed_have_a_loss(start):
+    run = start(log_interval=3, total=9)
+    run.step(4, lm_loss=4.0, skipped=True, tokens=8)
+    run.step(5, lm_loss=0.0, skipped=True, tokens=0)
+    run.step(6, lm_loss=6.0, skipped=True, tokens=8)
+    assert "lm loss: 5.000000E+00" in run.lines[-1]
+    assert "skipped iterations:   3" in run.lines[-1]
+
+
 def test_first_and_last_step_and_a_line_a_minute(start):
     run = start(total=12)
     for iteration in range(1, 13):

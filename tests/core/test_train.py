@@ -154,6 +154,37 @@ def test_a_fully_masked_batch_is_counted_and_changes_nothing(ranks, size, layout
         assert steps == 2
 
 
+class NothingKept(MockGPTDataset):
+    def __getitem__(self, n: int) -> dict:
+        sample = super().__getitem__(n)
+        sample["loss_mask"][:] = 0
+        return sample
+
+
+@pytest.mark.parametrize("why", ["overflow", "no token"])
+def test_a_run_that_only_skips_ends_with_its_reason(why):
+    """After its checkpoint: the loss scale in it is further down."""
+    precision = (("fp16", True),) if why == "overflow" else ()
+    layout, saved = Layout(precision=precision), []
+    trainer, feed = make_trainer(ALONE, GPT2, layout)
+    if why == "no token":
+        feed = feed_of(trainer, layout, NothingKept(GPT2.vocab_size, GPT2.seq_length, 1))
+    reason = {
+        "overflow": r"overflowed float16, and the loss scale is 1\.07374e\+09 now; --initial-loss",
+        "no token": "no token was kept in any of them; look at the data's loss mask",
+    }[why]
+    with pytest.raises(TrainingStopped, match=f"all 3 iterations were skipped .*{reason}"):
+        train(
+            trainer,
+            TrainState(),
+            feed,
+            limits=Limits(last_iteration=3),
+            reporter=Recorder(),
+            save=lambda state: saved.append(state.iteration) or True,
+        )
+    assert saved == [3]
+
+
 # ---- gradients, norm, decay ----------------------------------------------------------------------
 
 
