@@ -6,6 +6,7 @@ stage the output layer and the loss.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -51,6 +52,9 @@ class GPTStage(Stack):
                 seed=build.seed,
                 init_std=config.init_method_std,
             )
+            if not self.tied:
+                table = self.output.weight
+                table.shard = dataclasses.replace(table.shard, vocabulary=True)
 
     def mask(self, batch: Batch) -> Tensor | None:
         documents = batch.get("document_ids")

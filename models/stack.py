@@ -133,8 +133,9 @@ class Stack(Stage):
             token_types=token_types if self.is_first else 0,
             norm=norm,
         )
+        table = embedding.word.weight
+        table.shard = dataclasses.replace(table.shard, vocabulary=True)
         if self.tied and self.count > 1:
-            table = embedding.word.weight
             table.shard = dataclasses.replace(table.shard, sum_over=("embed",))
         return embedding
 
