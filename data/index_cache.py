@@ -11,12 +11,14 @@ the same one at once and none ever reads half of it:
     32 bytes     BLAKE2b of all that
     8 bytes      b"REDROXHP"
 
-Opening checks marks and size; `damaged_files` reads everything. Imports numpy, the standard library
-and its neighbours in data/.
+A process that is killed while it writes leaves FOLDER/HASH....partial; whoever next writes an order
+of the same settings removes it. Opening checks marks and size; `damaged_files` reads everything.
+Imports numpy, the standard library and its neighbours in data/.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -31,8 +33,11 @@ from data.index_format import idx_path
 from data.sample_index import Epoch
 
 HEAD, TAIL = b"PHXORDER", b"REDROXHP"
-ENDING = ".order"
+ENDING, PARTIAL = ".order", ".partial"
 DIGEST_BYTES = 32
+# Every write renews a file's time of change, and an order is written in one go: a file that has not
+# grown for an hour has no writer. Were one only suspended, its rename would fail, which is logged.
+STALE_SECONDS = 3600.0
 SAMPLED_PIECES, PIECE_BYTES = 32, 4096
 
 
@@ -80,7 +85,8 @@ class OrderCache:
         part = None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            handle, part = tempfile.mkstemp(dir=self._folder, prefix=self._name, suffix=".partial")
+            handle, part = tempfile.mkstemp(dir=self._folder, prefix=self._name, suffix=PARTIAL)
+            self._remove_stale(os.fstat(handle).st_mtime)
             digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
             sizes = np.array([len(epoch.starts), len(epoch.samples)], "<i8")
             with open(handle, "wb") as file:
@@ -97,6 +103,13 @@ class OrderCache:
             if part is not None:
                 Path(part).unlink(missing_ok=True)
             logging.getLogger(__name__).warning("--data-cache-path %s: %s", self._folder, error)
+
+    def _remove_stale(self, now: float) -> None:
+        """now: by the clock of the folder's file system, which need not be this machine's"""
+        for path in self._folder.glob(f"{self._name}*{PARTIAL}"):
+            with contextlib.suppress(OSError):  # gone by now, or another user's
+                if now - path.stat().st_mtime > STALE_SECONDS:
+                    path.unlink()
 
 
 def damaged_files(folder: str | os.PathLike) -> Iterator[str]:

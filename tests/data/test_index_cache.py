@@ -2,14 +2,16 @@
 
 import logging
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from data.gpt import GPTDataset
-from data.index_cache import damaged_files
+from data.index_cache import STALE_SECONDS, OrderCache, damaged_files
 from data.indexed import IndexedBuilder
+from data.sample_index import Epoch
 
 
 def write(prefix, lengths=(5, 7, 9)):
@@ -99,3 +101,28 @@ def test_a_folder_that_cannot_be_written_is_logged_and_changes_nothing(prefix, t
     with caplog.at_level(logging.WARNING):
         assert windows(prefix, tmp_path / "file" / "cache") == windows(prefix, None)
     assert "--data-cache-path" in caplog.text
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path, monkeypatch):
+    """Of the same settings, and once it is too old to have a writer; nothing else."""
+    cache, other = OrderCache(tmp_path, {"seed": 1}), OrderCache(tmp_path, {"seed": 2})
+    epoch = Epoch(*(np.arange(n) for n in (2, 3, 5)))
+
+    def killed(handle):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", killed)
+        for one in (cache, cache, other):
+            with pytest.raises(KeyboardInterrupt):
+                one.store(0, epoch)
+    left = sorted(tmp_path.glob("*.partial"))
+    assert len(left) == 3 and len({path.name[:32] for path in left}) == 2
+    mine = [path for path in left if path.name[:32] == cache.path(0).name[:32]]
+    (theirs,) = set(left) - set(mine)
+    age = {mine[0]: STALE_SECONDS + 60, mine[1]: STALE_SECONDS - 60, theirs: STALE_SECONDS + 60}
+    for path, seconds in age.items():
+        os.utime(path, (time.time() - seconds,) * 2)
+    cache.store(0, epoch)
+    assert set(tmp_path.iterdir()) == {mine[1], theirs, cache.path(0)}
+    assert np.array_equal(cache.load(0).samples, np.arange(5))
