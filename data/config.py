@@ -23,6 +23,8 @@ TOKENIZER_FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "TikTokenizer": (("tokenizer_model",), TIKTOKEN),
     "NullTokenizer": ((), ()),
 }
+# All of them; --tokenizer-type and the model's --vocab-size come on top.
+TOKENIZER_FIELDS = ("tokenizer_model", "vocab_file", "merge_file", *TIKTOKEN)
 TokenizerType = Literal[
     "HuggingFaceTokenizer",
     "GPT2BPETokenizer",
@@ -118,7 +120,7 @@ class DataConfig:
         for name in needed:
             if getattr(self, name) is None:
                 yield f"--tokenizer-type {self.tokenizer_type} needs {_flag(name)}"
-        for name in ("tokenizer_model", "vocab_file", "merge_file", *TIKTOKEN):
+        for name in TOKENIZER_FIELDS:
             if getattr(self, name) is not None and name not in needed + optional:
                 readers = [kind for kind, of in TOKENIZER_FLAGS.items() if name in sum(of, ())]
                 yield f"{_flag(name)} is read only by --tokenizer-type {' or '.join(readers)}"

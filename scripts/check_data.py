@@ -23,6 +23,7 @@ from data.index_cache import damaged_files
 from data.index_format import DataError, bin_path
 from data.indexed import COPIED_TOKENS, IndexedDataset
 from data.tokenizer import build_tokenizer
+from scripts.tokenizer_flags import add_tokenizer_flags, settings_of
 
 SHOWN_TOKENS = 60
 
@@ -33,14 +34,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--data-path", required=True, nargs="+", help="prefixes")
-    add("--tokenizer-type", help="as for pretraining; tokens outside its vocabulary are counted")
-    add("--tokenizer-model", help="as for pretraining")
-    add("--vocab-file", help="as for pretraining")
-    add("--merge-file", help="as for pretraining")
-    add(
-        "--vocab-size",
-        type=int,
-        help="as for pretraining; without a tokenizer, tokens must be below it",
+    add_tokenizer_flags(
+        add,
+        kind="as for pretraining; tokens outside its vocabulary are counted",
+        vocab_size="as for pretraining; without a tokenizer, tokens must be below it",
     )
     add("--document", type=int, default=0, help="the document to show (0)")
     add("--data-cache-path", help="folder of cached orders to verify")
@@ -74,8 +71,7 @@ def cache_problems(folder: str) -> Iterator[str]:
 def tokenizer_of(args: argparse.Namespace):
     if args.tokenizer_type is None:
         return None
-    flags = ("tokenizer_model", "vocab_file", "merge_file", "vocab_size")
-    return build_tokenizer(args.tokenizer_type, **{name: getattr(args, name) for name in flags})
+    return build_tokenizer(args.tokenizer_type, **settings_of(args))
 
 
 def check(prefix: str, vocab_size: int | None, tokenizer, document: int) -> Iterator[str]:
@@ -106,11 +102,9 @@ def check(prefix: str, vocab_size: int | None, tokenizer, document: int) -> Iter
             int(offsets[document]),
             min(int(offsets[document]) + SHOWN_TOKENS, int(offsets[document + 1])),
         )
-        print(f"document {document} begins: {' '.join(map(str, tokens.tolist()))}")
-        inside = tokenizer is not None and (
-            not len(tokens) or int(tokens.max()) < tokenizer.vocab_size
-        )
-        if inside:
+        shown = tokens.tolist()
+        print(f"document {document} begins: {' '.join(map(str, shown))}")
+        if tokenizer is not None and all(0 <= token < tokenizer.vocab_size for token in shown):
             print(f"decoded: {tokenizer.decode(tokens)!r}")
     elif data.num_documents:
         yield f"--document {document} is not in 0 .. {data.num_documents - 1}"
@@ -118,10 +112,12 @@ def check(prefix: str, vocab_size: int | None, tokenizer, document: int) -> Iter
 
 def out_of_vocabulary(data: IndexedDataset, vocab_size: int | None) -> Iterator[str]:
     """Count the tokens that are no ids of the vocabulary, reading all."""
-    low, high, wrong, first = 0, -1, 0, -1
+    ends: list[int] = []  # the smallest and the largest seen
+    wrong, first = 0, -1
     for start in range(0, data.num_tokens, COPIED_TOKENS):
         tokens = data.read(start, min(start + COPIED_TOKENS, data.num_tokens))
-        low, high = min(low, int(tokens.min())), max(high, int(tokens.max()))
+        ends += int(tokens.min()), int(tokens.max())
+        ends = [min(ends), max(ends)]
         outside = tokens < 0
         if vocab_size is not None:
             outside |= tokens >= vocab_size
@@ -129,7 +125,7 @@ def out_of_vocabulary(data: IndexedDataset, vocab_size: int | None) -> Iterator[
         if count and not wrong:
             first = start + int(outside.argmax())
         wrong += count
-    print(f"token ids {low} to {high}")
+    print(f"token ids {ends[0]} to {ends[1]}" if ends else "no tokens")
     if wrong:
         size = "0 or more" if vocab_size is None else f"0 .. {vocab_size - 1}"
         yield (

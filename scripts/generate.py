@@ -6,8 +6,9 @@
     python scripts/generate.py --load D --nproc 2 --prompt 'def '               tensor parallel 2
 
 Whatever layout wrote the checkpoint, it is read by one process, or by --nproc ranks that cut the
-model between them. The model's shape and the tokenizer come from the settings that it keeps;
-tokenizer flags given here win. A model trained without a tokenizer reads and writes token numbers.
+model between them. The model's shape and the tokenizer come from the settings that it keeps, of
+a model from convert_hf.py the tokenizer that was imported with it; tokenizer flags given here win.
+A model without a tokenizer reads and writes token numbers.
 The same seed gives the same text for a prompt, alone or among others, on one rank or several.
 
 In this order: `read_model`, `choose` (a token from logits), `generate`, `perplexity`. Keys and
@@ -42,13 +43,18 @@ from core.process_grid import ProcessGrid
 from core.shard import shard_of
 from core.train_config import LaunchConfig
 from data.index_format import DataError
-from data.tokenizer import NullTokenizer, build_tokenizer
+from data.tokenizer import NullTokenizer
 from models.cache import KeyValueCache
 from models.config import GPTConfig
 from models.gpt import GPTStage, build_stages
+from scripts.tokenizer_flags import (
+    add_tokenizer_flags,
+    settings_of,
+    tokenizer_for,
+    tokenizer_of_checkpoint,
+)
 
 HANG = 3600.0  # seconds without a token: there are no steps to learn from
-TOKENIZER_FLAGS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,18 +88,19 @@ def answer(args: argparse.Namespace, grid: ProcessGrid) -> int:
             if speaks:
                 print(said)
             return 0
+        eod = tokenizer.eod
     except (CheckpointError, DataError, ValueError, OSError) as error:
         if speaks:
             print(f"generate.py: {error}", file=sys.stderr)
         return 2
     how = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-    results = generate(model, prompts, args.max_new_tokens, how, args.num_samples, tokenizer.eod)
+    results = generate(model, prompts, args.max_new_tokens, how, args.num_samples, eod)
     for n, tokens in enumerate(results if speaks else ()):
         if len(results) > 1:
             which = f"prompt {n // args.num_samples + 1}"
             which += f", sample {n % args.num_samples + 1}" if args.num_samples > 1 else ""
             print(f"---- {which}")
-        print(tokenizer.decode(tokens[tokens[0] == tokenizer.eod :]))
+        print(tokenizer.decode(tokens[tokens[0] == eod :]))
     return 0
 
 
@@ -113,8 +120,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=1234, help="of the choices")
     add("--nproc", type=int, default=1, help="ranks that cut the model between them (tp)")
     add("--perplexity", metavar="FILE", help="measure a text file instead of writing text")
-    for name in TOKENIZER_FLAGS:
-        add(f"--{name.replace('_', '-')}", help="as for training (default: as trained)")
+    add_tokenizer_flags(add, kind="another than the checkpoint's, with the flags that it needs")
     args = parser.parse_args(argv)
     args.prompt = args.prompt or [""]
     return args
@@ -169,6 +175,11 @@ def read_model(checkpoint: Checkpoint, grid: ProcessGrid | None = None) -> Model
     grid = grid or ProcessGrid.single()
     if "config" not in checkpoint.meta:
         raise CheckpointError(f"{checkpoint.path} keeps no settings; pretrain_gpt.py writes them")
+    if "norm_placement" in checkpoint.meta["model"]:
+        raise CheckpointError(
+            f"{checkpoint.path} holds a BERT, which fills gaps and writes no text; give a "
+            "checkpoint of pretrain_gpt.py or of an imported GPT-2 or Llama"
+        )
     config: GPTConfig = from_json(GPTConfig, checkpoint.meta["config"]["model"])
     vocab_size = checkpoint.meta["model"]["vocab_size"]
     config = replace(config, vocab_size=vocab_size, label_smoothing=0.0, z_loss=0.0)
@@ -195,18 +206,16 @@ def read_model(checkpoint: Checkpoint, grid: ProcessGrid | None = None) -> Model
 
 
 def tokenizer_of(checkpoint: Checkpoint, args: argparse.Namespace):
-    """The one named here, else the one trained with; without any, token numbers are the text."""
-    given = {name: getattr(args, name) for name in TOKENIZER_FLAGS}
-    flags = given if any(given.values()) else dict(checkpoint.meta["config"]["data"])
-    kind = flags.pop("tokenizer_type", None)
-    rows = checkpoint.meta["model"]["vocab_size"]
-    if kind is None and any(given.values()):
+    """The one named here, else the checkpoint's; without any, token numbers are the text."""
+    rows, given = checkpoint.meta["model"]["vocab_size"], settings_of(args)
+    if args.tokenizer_type is not None:
+        tokenizer = tokenizer_for(args.tokenizer_type, given, rows)
+    elif given:
         raise ValueError("the tokenizer flags need --tokenizer-type")
-    if kind is None or kind == "NullTokenizer":
-        # trained with NullTokenizer, the last of the model's tokens ends a document
-        return NullTokenizer(rows - (kind is not None))
-    usable = {name: flags.get(name) for name in TOKENIZER_FLAGS[1:]}
-    tokenizer = build_tokenizer(kind, **usable)
+    else:
+        tokenizer = tokenizer_of_checkpoint(checkpoint)
+    if tokenizer is None:
+        return NullTokenizer(rows)
     if tokenizer.vocab_size > rows:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model in {checkpoint.path} "

@@ -36,20 +36,12 @@ from data.encode import Encoded, EncodeSettings, encode_block, tokenizer_of
 from data.index_format import DataError, bin_path
 from data.indexed import IndexedBuilder
 from data.records import Block, Place, read_blocks
+from scripts.tokenizer_flags import add_tokenizer_flags, settings_of
 
 BAD_LINES_SHOWN = 10
 PROGRESS_SECONDS = 2.0
 MARK_SECONDS = 10.0
 PARENT_SECONDS = 1.0
-TOKENIZER_FLAGS = (
-    "tokenizer_model",
-    "vocab_file",
-    "merge_file",
-    "vocab_size",
-    "tiktoken_pattern",
-    "tiktoken_num_special_tokens",
-    "tiktoken_special_tokens",
-)
 # Flags of Megatron's script that say how to do what this one always does.
 NO_EFFECT = {
     "partitions": "one pass in bounded memory needs no partitions",
@@ -67,10 +59,10 @@ def main(argv: list[str] | None = None) -> int:
     for name, why in NO_EFFECT.items():
         if getattr(args, name) not in (None, False):
             say(f"--{name.replace('_', '-')} has no effect: {why}")
-    tokenizer = ((name, getattr(args, name)) for name in TOKENIZER_FLAGS)
+    tokenizer = settings_of(args).items()
     settings = EncodeSettings(
         args.tokenizer_type,
-        tuple((n, tuple(v) if isinstance(v, list) else v) for n, v in tokenizer if v is not None),
+        tuple((n, tuple(v) if isinstance(v, list) else v) for n, v in tokenizer),
         json_keys=tuple(args.json_keys),
         append_eod=args.append_eod,
         split_sentences=args.split_sentences,
@@ -138,24 +130,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def add_token_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("tokens").add_argument
-    add(
-        "--tokenizer-type",
-        required=True,
-        help="as for pretraining: HuggingFaceTokenizer, GPT2BPETokenizer, ...",
-    )
-    add(
-        "--tokenizer-model",
-        help="tokenizer.json or its folder, or a SentencePiece or tiktoken model",
-    )
-    add(
-        "--vocab-file",
-        help="vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPieceLowerCase and Case",
-    )
-    add("--merge-file", help="merges.txt of GPT2BPETokenizer")
-    add("--vocab-size", type=int, help="number of token ids, for NullTokenizer and TikTokenizer")
-    add("--tiktoken-pattern", help="v1 or v2, for TikTokenizer")
-    add("--tiktoken-num-special-tokens", type=int, help="for TikTokenizer (1000)")
-    add("--tiktoken-special-tokens", nargs="+", help="for TikTokenizer (<unk> <s> </s>)")
+    kind = "as for pretraining: HuggingFaceTokenizer, GPT2BPETokenizer, ..."
+    add_tokenizer_flags(add, kind=kind, required=True)
     add("--append-eod", action="store_true", help="close every document with the end token")
     add(
         "--split-sentences",

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,9 +20,13 @@ from core.grid import RankGrid
 from core.process_grid import ProcessGrid
 from data.bpe import byte_characters
 from models.gpt import build_stages
+from scripts import convert_hf
 from scripts import generate as script
 from scripts.generate import Sampling, choose, generate, main, next_logits, read_model
+from scripts.tokenizer_flags import SETTINGS
 from tests.recipe import run_recipe, write_corpus
+from tests.scripts.test_convert_hf import BERT, write_theirs
+from tests.scripts.test_convert_hf import GPT2 as TINY_HF
 from tests.training import GPT2
 
 ROOT = Path(__file__).parents[2]
@@ -245,14 +250,19 @@ def test_perplexity_of_a_text(counter, tmp_path, capsys):
 # ---- tokenizers and mistakes ---------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def speller(tmp_path_factory):
-    """A run on mock data at tp 1 whose settings name GPT-2's tokenizer of single bytes."""
-    folder = tmp_path_factory.mktemp("speller")
+def write_byte_tokenizer(folder):
+    """GPT-2's files for a vocabulary of single bytes and the end of a document, 256."""
     symbols = [*byte_characters().values(), "<|endoftext|>"]
     vocabulary = {symbol: n for n, symbol in enumerate(symbols)}
     (folder / "vocab.json").write_text(json.dumps(vocabulary))
     (folder / "merges.txt").write_text("#version: 0.2\n")
+
+
+@pytest.fixture(scope="module")
+def speller(tmp_path_factory):
+    """A run on mock data at tp 1 whose settings name GPT-2's tokenizer of single bytes."""
+    folder = tmp_path_factory.mktemp("speller")
+    write_byte_tokenizer(folder)
     flags = ("--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", folder / "vocab.json")
     code, _ = run_recipe(
         Group.single("world"),
@@ -311,4 +321,54 @@ def test_help_names_the_flags(capsys):
         main(["--help"])
     assert left.value.code == 0
     said = capsys.readouterr().out
-    assert all(f"--{name.replace('_', '-')}" in said for name in script.TOKENIZER_FLAGS)
+    assert all(f"--{name.replace('_', '-')}" in said for name in ("tokenizer_type", *SETTINGS))
+
+
+# ---- checkpoints that were imported --------------------------------------------------------------
+
+
+@pytest.fixture
+def imported(tmp_path, capsys):
+    """A --save folder of an imported GPT-2 of 257 tokens: single bytes, and the end."""
+    write_theirs(tmp_path / "hf", TINY_HF | {"vocab_size": 257})
+    write_byte_tokenizer(tmp_path / "hf")
+    assert convert_hf.main(["import", str(tmp_path / "hf"), str(tmp_path / "ours")]) == 0
+    capsys.readouterr()
+    return tmp_path / "ours"
+
+
+def test_an_import_speaks_with_its_own_tokenizer(imported, tmp_path, capsys):
+    flags = ["--load", str(imported), "--max-new-tokens", "5", "--temperature", "0"]
+    assert main([*flags, "--prompt", "né "]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("né ") and len(said) > len("né \n")
+    assert main(flags) == 0  # no prompt: as a document begins
+    capsys.readouterr()
+    (tmp_path / "text").write_text("né né", encoding="utf-8")
+    assert main(["--load", str(imported), "--perplexity", str(tmp_path / "text")]) == 0
+    assert capsys.readouterr().out.startswith("7 tokens: loss ")
+
+
+def test_an_import_without_tokenizer_speaks_in_numbers(imported, capsys):
+    shutil.rmtree(imported / "tokenizer")
+    flags = ["--load", str(imported), "--max-new-tokens", "2", "--prompt", "1 2"]
+    assert main(flags) == 0
+    assert len(capsys.readouterr().out.split()) == 4
+
+
+def test_an_end_that_the_tokenizer_lacks_is_said(imported, capsys):
+    path = imported / "tokenizer" / "vocab.json"
+    path.write_text(path.read_text().replace("<|endoftext|>", "<|stop|>"))
+    assert main(["--load", str(imported), "--prompt", "a"]) == 2
+    assert "has no eod token" in capsys.readouterr().err
+
+
+def test_a_bert_writes_no_text(tmp_path, capsys):
+    write_theirs(tmp_path / "hf", BERT)
+    assert convert_hf.main(["import", str(tmp_path / "hf"), str(tmp_path / "ours")]) == 0
+    capsys.readouterr()
+    for flags in (["--prompt", "1 2"], ["--perplexity", str(tmp_path / "none")]):
+        assert main(["--load", str(tmp_path / "ours"), *flags]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1
+        assert "holds a BERT, which fills gaps and writes no text" in err
