@@ -4,7 +4,8 @@
 
 Exit code 0: yes. It reads what the run left in `--save` (status.json, the newest checkpoint) and
 keeps a list of the runs so far in requeue.json there. A run that was stopped, or that failed, goes
-on from its checkpoint; bad input never does, and three runs in a row that saved nothing new end it.
+on from its checkpoint; bad input never does, and three restarts in a row without a new checkpoint
+end it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from core.launch import STOPPED
 from core.launch.status import Status, read_status
 
 HISTORY = "requeue.json"
-PATIENCE = 3  # runs in a row without a new checkpoint
+PATIENCE = 3  # restarts in a row without a new checkpoint
 BAD_INPUT = 2
 WORDS = {0: "complete", STOPPED: "stopped"}  # of exit codes
 
@@ -64,15 +65,15 @@ def decide(run: Run, history: list[Run]) -> tuple[bool, str]:
         return False, f"complete at step {run.step}"
     if run.outcome == "bad input":
         return False, "the input was refused, and will be again"
-    idle = 0
+    idle = 0  # restarts in a row that ended at the checkpoint they had begun with
     for earlier in reversed(history):
         if earlier.step != run.step:
             break
         idle += 1
-    if run.step == 0 and not history:
-        idle = 1  # the first run has saved nothing
     if idle >= PATIENCE:
-        return False, f"{run.outcome} ({run.reason}); no new checkpoint in {idle} runs, giving up"
+        return False, (
+            f"{run.outcome} ({run.reason}); no new checkpoint after {idle} restarts, giving up"
+        )
     return True, f"{run.outcome} ({run.reason}), goes on from step {run.step}"
 
 

@@ -62,6 +62,13 @@ def test_a_run_is_followed_through_its_restarts(job, tmp_path, capsys) -> None:
     ]  # fmt: skip
 
 
+def test_three_restarts_without_a_checkpoint_are_the_end(job, capsys) -> None:
+    """A crash at the start: the first run and three restarts; progress begins the count anew."""
+    assert [job("failed", 1) for _ in range(4)] == [0, 0, 0, 1]
+    assert "no new checkpoint after 3 restarts, giving up" in capsys.readouterr().out
+    assert [job("failed", 1, step=50) for _ in range(4)] == [0, 0, 0, 1]
+
+
 def test_a_run_that_never_met_is_not_taken_for_the_one_before(job, capsys) -> None:
     """Its status.json is still the previous restart's."""
     job("stopped", 85, step=40)
