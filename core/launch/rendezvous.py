@@ -1,7 +1,8 @@
 """How ranks find each other: one store, and everybody's note in it.
 
 Rank 0 serves a TCPStore (torchrun's agent does where it is the launcher); every rank leaves a note
-saying who it is and with which flags it was started; rank 0 compares them and leaves a verdict.
+saying who it is, with which flags it was started and which versions it runs; rank 0 compares them
+and leaves a verdict.
 Called by core/launch/world.py, which owns everything that happens after.
 """
 
@@ -23,6 +24,7 @@ from core.launch.watch import Circle, Process
 
 VERDICT_WAIT = 10.0  # seconds after the time for arrivals, for rank 0 to compare the notes
 NAMED = 8  # ranks and differences that an error names one by one
+SAME_EVERYWHERE = "all nodes need the same packages and the same copy of the source files"
 
 
 # ---- the store ------------------------------------------------------------------------------
@@ -132,8 +134,8 @@ def meet(
 ) -> list[Process]:
     """Says who I am and returns, on rank 0, everybody in order; elsewhere an empty list.
 
-    `gpu` is the device's own id, "" on a CPU; `fingerprint` maps flags to values; `bell` is this
-    process's.
+    `gpu` is the device's own id, "" on a CPU; `fingerprint` maps flags to values, and what
+    core/launch/versions.py finds to versions; `bell` is this process's.
     Raises what rank 0 finds wrong, on every rank; only rank 0 is to print it.
     """
     me = replace(_myself(place.rank), bell=bell)
@@ -202,7 +204,7 @@ def _problems(notes: dict[int, dict], place: Place, seconds: float) -> list[str]
             f"{', '.join(where)}{more} did not arrive within {seconds:g} s; "
             f"{len(notes)} of {place.size} ranks are here"
         )
-    mine, gpus = notes[0], {}
+    mine, gpus, versions_differ = notes[0], {}, False
     for rank, note in notes.items():
         name = _with_node(rank, note["process"]["host"])
         if note["size"] != mine["size"]:
@@ -210,13 +212,26 @@ def _problems(notes: dict[int, dict], place: Place, seconds: float) -> list[str]
         differing = {key for key, _ in mine["flags"].items() ^ note["flags"].items()}
         for key in sorted(differing):
             there, here = note["flags"].get(key, "nothing"), mine["flags"].get(key, "nothing")
-            problems.append(f"{name} was started with {key} {there}, rank 0 with {here}")
+            problems.append(_difference(name, key, there, here))
+            versions_differ |= _is_version(key)
         twin = gpus.setdefault((note["process"]["host"], note["gpu"]), rank)
         if note["gpu"] and twin != rank:
             problems.append(f"{name} has the same GPU as rank {twin}; start one rank a GPU")
     if len(problems) > NAMED:
         problems[NAMED:] = [f"… and {len(problems) - NAMED} differences more"]
+    if versions_differ:
+        problems.append(SAME_EVERYWHERE)
     return problems
+
+
+def _is_version(key: str) -> bool:
+    return not key.startswith("--")
+
+
+def _difference(name: str, key: str, there: str, here: str) -> str:
+    if _is_version(key):
+        return f"{name} has {key} {there}, rank 0 has {here}"
+    return f"{name} was started with {key} {there}, rank 0 with {here}"
 
 
 def _with_node(rank: int, host: str) -> str:

@@ -30,6 +30,7 @@ from core.launch.signals import StopSignal, grace_after_term, job_end
 from core.launch.status import Status
 from core.launch.supervise import GOOD_EXITS
 from core.launch.tee import tee_output
+from core.launch.versions import versions
 from core.launch.watch import Watch
 
 if TYPE_CHECKING:
@@ -117,10 +118,10 @@ class World:
 def start(place: Place, settings: Settings, fingerprint: Mapping[str, str] | None = None) -> World:
     """Connects this process with the others and returns the world.
 
-    `fingerprint` is what must be the same on every rank: flag -> value, version, … Raises
-    LaunchError, in the same words on all ranks where that is possible, for ranks that do not
-    arrive, ranks that were started differently, two ranks on one GPU, a port that is in use, a
-    host that does not resolve or a log directory that cannot be written.
+    `fingerprint` is what must be the same on every rank beside versions and source: flag -> value.
+    Raises LaunchError, in the same words on all ranks where that is possible, for ranks that do
+    not arrive, ranks that were started differently or run other versions, two ranks on one GPU, a
+    port that is in use, a host that does not resolve or a log directory that cannot be written.
     """
     from core.comm import Group, Ledger
 
@@ -140,7 +141,8 @@ def start(place: Place, settings: Settings, fingerprint: Mapping[str, str] | Non
     prefix = f"launch/{place.run}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     bell = Bell()
     number = (address_towards(place.master_addr, place.master_port), bell.port)
-    processes = meet(store, prefix, place, _identity(device), fingerprint or {}, seconds, number)
+    same = {**(fingerprint or {}), **versions()}
+    processes = meet(store, prefix, place, _identity(device), same, seconds, number)
     circle = circle_of(store, prefix, place, processes, served_here)
     silence = settings.heartbeat_seconds
     watch = Watch(store, prefix, circle, reporter, progress, silence=silence, bell=bell).start()

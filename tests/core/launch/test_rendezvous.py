@@ -61,6 +61,16 @@ def test_a_differing_flag_is_named_on_every_rank() -> None:
     ]
 
 
+def test_a_differing_version_is_named_in_words() -> None:
+    one, other = {"--fp64": "yes", "torch": "2.9.1"}, {"--fp64": "no", "torch": "2.8.0"}
+    host = socket.gethostname()
+    assert meet_all({0: one, 1: other}, 2)[1].splitlines() == [
+        f"rank 1 (node {host}) was started with --fp64 no, rank 0 with yes",
+        f"rank 1 (node {host}) has torch 2.8.0, rank 0 has 2.9.1",
+        "all nodes need the same packages and the same copy of the source files",
+    ]
+
+
 def test_missing_ranks_are_named_with_their_nodes() -> None:
     nodes = (("n1", 2), ("n2", 2))
     verdicts = meet_all({0: {}, 1: {}}, 4, seconds=0.3, nodes=nodes)

@@ -5,7 +5,9 @@ Each costs two imports of torch, so there are few; scripts/chaos.py has the long
 
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -193,22 +195,65 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path) -> None:
     assert steps[0][1] == steps[1][1]
 
 
-def test_ranks_with_different_flags_are_told_apart() -> None:
-    port = str(20000 + os.getpid() % 10000)
-    ranks = [
-        subprocess.Popen(
-            [*PROGRAM, "--steps", str(5 + rank)],
-            env=clean_environ(
-                RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port
-            ),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+def said_by_two(commands: list[list[str]], **of_rank_1: str) -> list[str]:
+    """What two ranks that must not meet print; both are to leave with exit code 2."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = []
+    for rank, command in enumerate(commands):
+        environ = clean_environ(RANK=str(rank), WORLD_SIZE="2", **there)
+        environ.update(of_rank_1 if rank else {})
+        ranks.append(subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True))
     said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert [rank.returncode for rank in ranks] == [2, 2], said
+    return said
+
+
+def test_ranks_with_different_flags_are_told_apart() -> None:
+    said = said_by_two([[*PROGRAM, "--steps", str(5 + rank)] for rank in range(2)])
     assert re.fullmatch(
         r"error: rank 1 \(node .+\) was started with --steps 6, rank 0 with 5\n", said[0]
     )
     assert said[1] == ""
+
+
+def test_ranks_with_different_versions_are_told_apart_within_10_s(tmp_path) -> None:
+    """Rank 1's node has another numpy, and a checkout in which a digit was changed."""
+    root = Path(PROGRAM[-1]).parents[1]
+    ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+    for folder in ("core", "models", "kernels", "data", "scripts"):
+        shutil.copytree(root / folder, tmp_path / folder, ignore=ignored)
+    changed = tmp_path / "models" / "config.py"
+    changed.write_text(changed.read_text().replace("1", "2", 1))
+    installed = tmp_path / "numpy-99.1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 99.1\n")
+    program = (  # torch first: its import may take as long on a busy machine
+        "import runpy, sys, time, torch; sys.argv.pop(0); print(time.time(), file=sys.stderr);"
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    there = [str(where / "scripts" / "chaos_program.py") for where in (root, tmp_path)]
+    said = said_by_two(
+        [[sys.executable, "-c", program, path] for path in there], PYTHONPATH=str(tmp_path)
+    )
+    (ready, *found), other = said[0].splitlines(), said[1].splitlines()
+    assert time.time() - max(float(ready), float(other.pop(0))) < 10
+    assert len(found) == 3 and other == []
+    who = r"rank 1 \(node .+\) has"
+    code = r"\d+ \*\.py of digest \w{8}"
+    assert re.fullmatch(rf"error: {who} in models/ {code}, rank 0 has {code}", found[0])
+    assert re.fullmatch(rf"{who} numpy 99\.1, rank 0 has \d\S+", found[1])
+    assert found[2] == "all nodes need the same packages and the same copy of the source files"
+
+
+def test_versions_are_found_quickly_and_without_torch() -> None:
+    code = (
+        "import sys, time; from core.launch.versions import versions; began = time.thread_time();"
+        "found = versions(); assert time.thread_time() - began < 0.03, 'slow';"
+        "assert 'torch' not in sys.modules; print(*found, sep=', ')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean_environ(), capture_output=True, text=True
+    )
+    folders = "in core/, in models/, in kernels/, in data/"
+    assert done.stdout == f"Python, torch, numpy, phalanx, {folders}\n", done.stderr
