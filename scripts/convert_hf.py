@@ -40,16 +40,19 @@ from core.checkpoint.slices import whole
 from core.checkpoint.store import save
 from core.comm import Group
 from core.config_record import from_json, to_argv, to_json
+from data.index_format import DataError
 from models.config import BertConfig, GPTConfig
 from scripts.hf_check import check_logits
 from scripts.hf_families import family_for
 from scripts.hf_folder import INDEX, SINGLE, HFFolder, listed
 from scripts.hf_layout import Rule, Unsupported
+from scripts.tokenizer_flags import tokenizer_in, tokenizer_of_checkpoint
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja"),
 )
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 UNTIED = "untie_embeddings_and_output_weights"
 
 
@@ -105,11 +108,16 @@ def import_model(args: argparse.Namespace) -> str:
         raise Unsupported(f"{args.source / 'config.json'}: " + "; ".join(problems))
     rules = list(source.family.rules(config))
     check_tensors(source, rules, tied=not getattr(config, UNTIED, False))
+    token_ids = {name: source.config[name] for name in TOKEN_IDS if name in source.config}
     meta = {
         "model": config.identity(),
         "config": {"model": to_json(config)},
         "layout": {"tp": 1, "dp": 1, "pp": 1},
-        "imported": {"model_type": source.family.model_type, "dtype": args.dtype},
+        "imported": {
+            "model_type": source.family.model_type,
+            "dtype": args.dtype,
+            "token_ids": token_ids,
+        },
     }
     dtype = dtype_named(args.dtype) if args.dtype else None
     pieces = [joined(source, rule, dtype) for rule in rules]
@@ -171,13 +179,13 @@ def export_model(args: argparse.Namespace) -> str:
         raise Unsupported(f"{checkpoint.path}: no place for {listed(extra)} in {family.model_type}")
     dtype = dtype_named(args.dtype) if args.dtype else None
     tensors = dict(split_tensors(checkpoint, rules, dtype))
+    described = family.describe(config) | token_ids_of(args, checkpoint)
     partial_folder = args.target.with_name(args.target.name + ".tmp")
     shutil.rmtree(partial_folder, ignore_errors=True)
     partial_folder.mkdir(parents=True)
     try:
         size = write_shards(partial_folder, tensors, int(args.max_shard_size * 1e9))
-        described = family.describe(config) | {"dtype": dtype_text(tensors)}
-        write_json(partial_folder / "config.json", described)
+        write_json(partial_folder / "config.json", described | {"dtype": dtype_text(tensors)})
         for folder in tokenizer_folders(args, checkpoint):
             copy_tokenizer(folder, partial_folder)
         if args.target.exists():
@@ -239,6 +247,30 @@ def write_shards(folder: Path, tensors: dict[str, Deferred], limit: int) -> int:
 
 def dtype_text(tensors: dict[str, Deferred]) -> str:
     return str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+
+
+def token_ids_of(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, object]:
+    """The special tokens as they were imported, else the one that the tokenizer knows.
+
+    What is not known is null: where nothing stands, transformers takes another model's numbers.
+    """
+    kept = checkpoint.meta.get("imported", {}).get("token_ids", {})
+    ids = dict.fromkeys(TOKEN_IDS) | kept
+    is_bert = isinstance(model_config(checkpoint), BertConfig)
+    name, role = ("pad_token_id", "pad") if is_bert else ("eos_token_id", "eod")
+    if name in kept:
+        return ids
+    try:
+        if args.tokenizer:
+            tokenizer = tokenizer_in(args.tokenizer)
+        else:
+            tokenizer = tokenizer_of_checkpoint(checkpoint)
+        if tokenizer is None:
+            raise DataError("there is no tokenizer; --tokenizer DIR gives one")
+        return ids | {name: getattr(tokenizer, role)}
+    except (DataError, ValueError) as error:  # ValueError: a damaged tokenizer_config.json
+        print(f"{name} is null in config.json: {error}")
+        return ids
 
 
 def tokenizer_folders(args: argparse.Namespace, checkpoint: Checkpoint) -> list[Path]:
