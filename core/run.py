@@ -43,6 +43,7 @@ from core.train import (
     Trainer,
     TrainState,
     agreed,
+    refuse_in_vain,
     report_evaluation,
     train,
 )
@@ -171,7 +172,7 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
             iterations = config.train.eval_iters
             stopped = evaluate_only(trainer, state, data.held_out, iterations, metrics, asked)
         elif state.iteration >= last:
-            metrics.message(f"nothing to do: iteration {state.iteration} of {last} is complete")
+            metrics.message(complete(trainer, state, last))
         else:
             for line in sharding_cost(trainer, state.consumed_samples):
                 metrics.message(line)
@@ -198,6 +199,12 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
             metrics.message("communication of rank 0, by group and operation")
             metrics.message(format_table(("group", "operation"), totals))
     return stopped
+
+
+def complete(trainer: Trainer, state: TrainState, last: int) -> str:
+    """A line about a run without a step left. Raises TrainingStopped if none changed a weight."""
+    refuse_in_vain(state, trainer.optimizer.scale)
+    return f"nothing to do: iteration {state.iteration} of {last} is complete"
 
 
 def trainer_of(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Trainer:

@@ -22,7 +22,8 @@ def sharding_cost(trainer: Trainer, consumed: int) -> Iterator[str]:
     consumed: samples, from which follows the number of microbatches
     """
     replicas, dp = trainer.replicas, trainer.grid.dp_cp
-    if dp.size == 1 or replicas.strategy in ("no_shard", CHEAPEST_SHARDED):
+    nothing = dp.size == 1 or not replicas.memories  # a stage may have no parameters
+    if nothing or replicas.strategy in ("no_shard", CHEAPEST_SHARDED):
         return
     microbatches = trainer.batch_schedule.microbatches(consumed)
     memories = replicas.memories

@@ -298,8 +298,9 @@ class Limits:
     exit_duration_in_mins: float | None = None
 
 
-def _refuse_in_vain(state: TrainState, scale: LossScale) -> None:
-    """A run that is complete has changed something."""
+def refuse_in_vain(state: TrainState, scale: LossScale) -> None:
+    """A run that is complete has changed something; if not, it is not saved as complete, so that
+    who starts it again sees this again."""
     if state.iteration and not state.updates:
         why = "no token was kept in any of them; look at the data's loss mask"
         if scale.overflows or scale.in_vain:
@@ -367,10 +368,11 @@ def train(
         stopped = asked()
         if stopped is None and _due(limits.exit_interval, state.iteration):
             stopped = Stopped(f"--exit-interval {limits.exit_interval}", planned=True)
+    if state.iteration >= limits.last_iteration:
+        refuse_in_vain(state, trainer.optimizer.scale)
     if save is not None and saved_at != state.iteration:
         save(state)
     if state.iteration >= limits.last_iteration:
-        _refuse_in_vain(state, trainer.optimizer.scale)
         stopped = None
         if valid:
             report_evaluation(trainer, state, valid, limits.eval_iters, reporter, asked)

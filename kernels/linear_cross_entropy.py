@@ -1,8 +1,9 @@
 """Cross entropy of `hidden @ weight.T` for one rank's rows of the vocabulary, logits never whole.
 
-Imports torch only. Nothing here communicates: each method returns what this rank's rows give, and
-`core.tensor_parallel.output_loss` puts the ranks' parts together. `TorchLogits` below runs on CPUs
-and is the reference of `kernels.linear_cross_entropy_triton`, which has the same methods.
+Imports torch and kernels.wide_product. Nothing here communicates: each method returns what this
+rank's rows give, and `core.tensor_parallel.output_loss` puts the ranks' parts together.
+`TorchLogits` below runs on CPUs and is the reference of `kernels.linear_cross_entropy_triton`,
+which has the same methods.
 
 With z_ij the logit of token i and vocabulary entry j, softcapped if asked for (z = c tanh(x / c)),
 V the real vocabulary, eps the label smoothing (torch's definition: eps / V on every class), y_i the
@@ -25,12 +26,13 @@ Read in this order: `LossTerms`, `TokenStats`, `TokenGradient`, `TorchLogits`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from kernels.wide_product import add_product
 
 UPCAST_BYTES = 4 << 20  # weight rows that are cast to the accumulation type at once
 TILE_BYTES = 8 << 20  # logits that exist at once where they are recomputed
@@ -470,30 +472,3 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.mm(a, b, out=out)
     else:
         out.copy_(torch.mm(a, b, out_dtype=out.dtype))
-
-
-def add_product(out: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
-    """out += a @ b, likewise, or out = a @ b; the sum is never rounded to the operands' type."""
-    if fresh and (a.dtype == out.dtype or not a.is_cuda):
-        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
-        return
-    if fresh:
-        out.zero_()
-    if a.dtype == out.dtype or not a.is_cuda:
-        out.addmm_(a.to(out.dtype), b.to(out.dtype))
-    elif _adds_to_wider_sum(a.device):
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    else:
-        for part, rows in zip(out.split(4096), a.split(4096), strict=True):
-            part.add_(torch.mm(rows, b, out_dtype=out.dtype))
-
-
-@functools.cache
-def _adds_to_wider_sum(device: torch.device) -> bool:
-    """Whether this torch adds a bf16 product to a float32 matrix in one call; older ones refuse."""
-    out, a = torch.zeros(16, 16, device=device), torch.zeros(16, 16, device=device).bfloat16()
-    try:
-        torch.addmm(out, a, a, out_dtype=out.dtype, out=out)
-    except RuntimeError:
-        return False
-    return True

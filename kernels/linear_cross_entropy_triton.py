@@ -29,7 +29,6 @@ from kernels.linear_cross_entropy import (
     TokenGradient,
     TokenStats,
     TorchLogits,
-    add_product,
 )
 from kernels.linear_cross_entropy_kernels import (
     dlogits_kernel,
@@ -37,6 +36,7 @@ from kernels.linear_cross_entropy_kernels import (
     finish_kernel,
     statistics_kernel,
 )
+from kernels.wide_product import add_product
 
 ALIGN = 8  # row lengths in elements that 16-byte copies and descriptors can take
 GRADIENT_BYTES = 256 << 20  # gradient columns that exist at once where logits are recomputed

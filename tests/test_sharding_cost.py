@@ -52,6 +52,14 @@ def test_one_microbatch_costs_nothing_more(ranks):
         assert lines == []
 
 
+def test_a_rank_without_parameters_says_nothing(ranks):
+    """A stage may be empty; rank 0's line is about its own."""
+    layout = Layout(pp=3, layers=(1, 0, 1), sharding="optim_grads")
+    found = ranks.run(said_and_sent, layout, size=6)
+    assert [len(lines) for lines, *_ in found].count(0) == 2
+    assert len(found[0][0]) == 1
+
+
 def test_a_run_says_it_before_the_first_step(ranks):
     flags = ("--data-parallel-sharding-strategy", "optim_grads", "--train-iters", 1)
     text = ranks.run(run_recipe, *flags, size=2)[0][1]

@@ -27,6 +27,7 @@ from core.pipeline_parallel.actions import Op
 from core.pipeline_parallel.stage import Stage
 from core.shard import shard_of
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from kernels.wide_product import add_product
 
 OVERLAPPED_BUCKET = 40_000_000  # parameters, where reductions overlap and nothing else is asked for
 
@@ -37,14 +38,7 @@ OVERLAPPED_BUCKET = 40_000_000  # parameters, where reductions overlap and nothi
 def add_weight_grad(param: nn.Parameter, grad: Tensor, x: Tensor) -> None:
     """main_grad += grad' x; grad [n, rows], x [n, columns] of a linear's weight [rows, columns]."""
     main, fresh = param.gradient_target()
-    main = main.view(grad.shape[1], x.shape[1])
-    if main.dtype != grad.dtype:
-        product = grad.t() @ x
-        main.copy_(product) if fresh else main.add_(product)
-    elif fresh:
-        torch.mm(grad.t(), x, out=main)
-    else:
-        main.addmm_(grad.t(), x)
+    add_product(main.view(grad.shape[1], x.shape[1]), grad.t(), x, fresh)
 
 
 def add_bias_grad(param: nn.Parameter, grad: Tensor) -> None:

@@ -74,7 +74,9 @@ class Optimizer:
         self.replicas, self.clip = replicas, config.clip_grad
         self.scale = scale or LossScale()
         self.sums = ModelSums(replicas, pp)
-        self.recipe = recipe(config.optimizer)
+        wide = {memory.dtype for memory in replicas.memories}
+        on_gpu = replicas.device.type != "cpu"
+        self.recipe = recipe(config.optimizer, may_fuse=on_gpu and wide <= {torch.float32})
         self.steps = 0  # updates made, for Adam's bias correction
         self.elements = self.sums.elements() if config.log_num_zeros_in_grad else 0
         self.shows_norm = config.log_params_norm
@@ -129,11 +131,11 @@ class Optimizer:
         divisor = tokens * self.scale.upstream
         squares = self.sums.over(reduced, sum_of_squares).item()
         norm = math.sqrt(squares) / divisor if tokens else 0.0
-        shown = self._shown(reduced, divisor)
+        shown = self._shown_gradients(reduced, divisor)
         if tokens:
             self.scale.update(overflow=not math.isfinite(norm))
         if not tokens or not math.isfinite(norm):
-            return StepStats(norm, updated=False, extra=shown)
+            return StepStats(norm, updated=False, extra={**shown, **self._shown_weights()})
         # 2. one factor for everything that scales a gradient
         self._multiply(reduced, clip_factor(norm, self.clip) / divisor)
         # 3. update
@@ -145,7 +147,7 @@ class Optimizer:
         self.steps += 1
         # 4. parameters
         self.publish()
-        return StepStats(norm, updated=True, extra=shown)
+        return StepStats(norm, updated=True, extra={**shown, **self._shown_weights()})
 
     def _multiply(self, grads: list[Tensor], factor: float) -> None:
         """grads *= factor; where the optimizer divides float32 gradients itself, it is told to."""
@@ -156,14 +158,18 @@ class Optimizer:
             for grad in grads:
                 grad.mul_(factor)
 
-    def _shown(self, reduced: list[Tensor], divisor: float) -> dict:
-        """What the log was asked to show."""
+    def _shown_weights(self) -> dict:
+        """What the log was asked to show of the weights as the step leaves them."""
+        if not self.shows_norm:
+            return {}
+        masters = [part.master for part in self.parts]
+        return {"params_norm": math.sqrt(self.sums.over(masters, sum_of_squares).item())}
+
+    def _shown_gradients(self, reduced: list[Tensor], divisor: float) -> dict:
+        """What the log was asked to show of the gradients, before they are clipped."""
         shown: dict = {}
         if self.elements:
             shown["num_zeros"] = self.elements - int(self.sums.over(reduced, nonzeros))
-        if self.shows_norm:
-            masters = [part.master for part in self.parts]
-            shown["params_norm"] = math.sqrt(self.sums.over(masters, sum_of_squares).item())
         if self.layers:
             squares = self.sums.over(reduced, sum_of_squares, self.layers).tolist()
             norms = [math.sqrt(square) / (divisor or 1) for square in squares]

@@ -122,6 +122,11 @@ OPTIMIZERS = {
 }
 
 
-def recipe(name: str) -> Recipe:
-    """The recipe by --optimizer's name; for adam, apex's where it is installed."""
-    return _APEX if name == "adam" and optional.fused_adam() is not None else OPTIMIZERS[name]
+def recipe(name: str, *, may_fuse: bool = False) -> Recipe:
+    """The recipe by --optimizer's name; for adam, apex's where it is installed.
+
+    may_fuse: the masters are what apex's takes, float32 on a GPU
+    """
+    if name == "adam" and may_fuse and optional.fused_adam() is not None:
+        return _APEX
+    return OPTIMIZERS[name]

@@ -30,6 +30,7 @@ from core.comm import (
     start_reduce_scatter,
 )
 from core.parallel_state import resolve
+from kernels.wide_product import add_product
 
 # (parameter, gradient of the output [n, out], input [n, in]); what it returns is not looked at
 WeightGrad = Callable[[Tensor, Tensor, Tensor], object]
@@ -99,11 +100,8 @@ class Linear:
 
 
 def add_weight_grad(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """main_grad += dy' x, in one GEMM where the types agree."""
-    if main_grad.dtype == dy.dtype:
-        main_grad.addmm_(dy.t(), x)
-    else:
-        main_grad.add_(dy.t() @ x)
+    """main_grad += dy' x, whose product is not rounded to a shorter type first."""
+    add_product(main_grad, dy.t(), x)
 
 
 def _fuse(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:

@@ -117,10 +117,17 @@ def test_equals_torch_on_copies_of_the_weights(name, make):
     assert_close(weights(trainer), wanted)
 
 
-@pytest.mark.parametrize("name", ["adam", "apex_adam"])
-def test_apex_where_it_is_equals_torch_too(apex, name):
+def test_adam_is_apexs_where_it_is_and_can_be(apex):
+    """Not for weights on a CPU, nor in float64."""
     apex()
-    trainer, wanted = beside_torch(name, torch_adamw)
+    assert recipe("adam", may_fuse=True) is OPTIMIZERS["apex_adam"]
+    trainer, _ = make_trainer(ALONE, GPT2, Layout(), optimizer="adam")
+    assert trainer.optimizer.recipe is OPTIMIZERS["adam"]
+
+
+def test_apexs_equals_torchs_too(apex):
+    apex()
+    trainer, wanted = beside_torch("apex_adam", torch_adamw)
     inner = trainer.optimizer._optimizer
     assert type(inner) is optional.fused_adam()
     assert {group["step"] for group in inner.param_groups} == {STEPS}
@@ -134,10 +141,11 @@ def test_a_checkpoint_of_torchs_adam_goes_on_with_apexs(apex, tmp_path):
     """The count of steps goes from beside the tensors into the groups: the bias correction of a
     third step is not that of a first one."""
     save = ("--save", tmp_path, "--save-interval", 2, "--train-iters")
+    apexs = ("--optimizer", "apex_adam")
     assert run_recipe(ALONE, *save, 4)[0] == 0
     wanted = contents(tmp_path, 4)
     apex()
-    assert run_recipe(ALONE, *save, 4, "--load", tmp_path, "--ckpt-step", 2)[0] == 0
+    assert run_recipe(ALONE, *save, 4, "--load", tmp_path, "--ckpt-step", 2, *apexs)[0] == 0
     assert_close(contents(tmp_path, 4), wanted)
 
 

@@ -329,7 +329,7 @@ def test_fp32_main_grad_of_a_bf16_weight() -> None:
     x, dy = whole(S * B, IN, dtype=torch.bfloat16), whole(S * B, OUT, dtype=torch.bfloat16)
     main_grad = torch.zeros(OUT, IN)
     add_weight_grad(main_grad, dy, x)
-    close(main_grad, (dy.t() @ x).float())
+    close(main_grad, dy.float().t() @ x.float())
 
 
 # ---- types, shapes, refusals --------------------------------------------------------------------
