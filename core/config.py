@@ -46,6 +46,7 @@ class _Line(NamedTuple):
     """What a command line says, before any value is converted."""
 
     typed: dict[str, _Typed]  # by leaf; the last one wins
+    accepted: set[str]  # flags without effect
     problems: list[str]
     notices: list[str]
     wants_help: bool
@@ -67,7 +68,7 @@ def _split(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _read(table: Mapping[str, Leaf], argv: Sequence[str]) -> _Line:
-    line = _Line({}, [], [], any(token in ("-h", "--help") for token in argv))
+    line = _Line({}, set(), [], [], any(token in ("-h", "--help") for token in argv))
     old: dict[str, _Typed] = {}
     for word, values in _split(argv):
         name = word.removeprefix("--").replace("-", "_")
@@ -108,6 +109,7 @@ def _read_foreign(line: _Line, table: Mapping[str, Leaf], word: str, name: str, 
     refusal = known_flags.refusal(name) or known_flags.GPT_ONLY.get(name)
     if accepted and (not accepted.only or values in [v.split() for v in accepted.only]):
         line.notices.append(f"{word} has no effect: {accepted.why}")
+        line.accepted.add(name)
     elif accepted:
         given = " ".join([word, *values])
         line.problems.append(f"{given} is not supported ({accepted.why}); {accepted.otherwise}")
@@ -243,13 +245,13 @@ def _evaluate(cls: type, line: _Line, checks: Sequence[Check]) -> _Result:
     # Required values that are missing or unreadable have a stand-in, so that the checks can go on
     # to find what else is wrong; what they say about a stand-in is dropped.
     config = _assemble(cls, values)
+    object.__setattr__(config, "given", frozenset(line.typed) | line.accepted)
+    object.__setattr__(config, "notices", tuple(line.notices))
     if missing:
         problems.append(f"missing: {', '.join(leaf.flag for leaf in missing)}")
     for sentence in _sentences(config, checks):
         if not any(_mentions(sentence, leaf.flag) for leaf in (*unusable, *missing)):
             problems.append(_as_typed(sentence, line, mocked))
-    object.__setattr__(config, "given", frozenset(line.typed))
-    object.__setattr__(config, "notices", tuple(line.notices))
     return _Result(config, list(dict.fromkeys(problems)), line.notices, missing)
 
 
@@ -280,10 +282,10 @@ def parse(
     report   False on all ranks but one: leave as the others do, but print nothing
     program  name to print, default the file name in sys.argv[0]
 
-    The result has two attributes more than its fields: `given`, the names of the leaves that were
-    typed, and `notices`, lines to print once about flags that have no effect. With any problem,
-    all of them go to standard error and SystemExit(2) is raised; --help prints and raises
-    SystemExit(0).
+    The result, which the checks see too, has two attributes more than its fields: `given`, the
+    names of the leaves and of the flags without effect that were typed, and `notices`, lines to
+    print once about the latter. With any problem, all of them go to standard error and
+    SystemExit(2) is raised; --help prints and raises SystemExit(0).
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     program = program or PurePath(sys.argv[0]).name

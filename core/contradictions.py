@@ -12,9 +12,10 @@ from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from core.optimizer.config import OptimizerConfig
 from core.optimizer.precision import PrecisionConfig
 
-Values = Any  # every flag of the recipe by its field's name
+Values = Any  # every flag of the recipe by its field's name, and `given`: the names that were typed
 
 
 class Rule(NamedTuple):
@@ -24,8 +25,8 @@ class Rule(NamedTuple):
     text: str
 
 
-def _typed(v: Values, name: str) -> bool:
-    return getattr(v, name) != getattr(PrecisionConfig, name)
+def _typed(v: Values, name: str, section: type = PrecisionConfig) -> bool:
+    return getattr(v, name) != getattr(section, name)
 
 
 def _sharding(v: Values) -> str:
@@ -72,6 +73,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda v: v.grad_reduce_in_bf16 and v.fp16,
         "--grad-reduce-in-bf16 goes with --bf16 or float32, not with --fp16; leave one out",
+    ),
+    Rule(
+        lambda v: v.grad_reduce_in_bf16 and "accumulate_allreduce_grads_in_fp32" in v.given,
+        "--grad-reduce-in-bf16 sends gradients in bfloat16, --accumulate-allreduce-grads-in-fp32 "
+        "in float32; give one (a rank's own sums are float32 with either)",
     ),
     Rule(
         lambda v: v.fp32_residual_connection and not (v.bf16 or v.fp16),
@@ -149,6 +155,19 @@ RULES: tuple[Rule, ...] = (
         lambda v: v.optimizer == "apex_adam" and v.fp64,
         "--optimizer apex_adam has no float64; use --optimizer adam with --fp64",
     ),
+    *(
+        Rule(
+            lambda v, name=name: _typed(v, name, OptimizerConfig) and v.optimizer == "sgd",
+            f"{_flag(name)} {{{name}:g}} does nothing with --optimizer sgd, which reads "
+            "--sgd-momentum; leave it out, or use --optimizer adam",
+        )
+        for name in ("adam_beta1", "adam_beta2", "adam_eps")
+    ),
+    Rule(
+        lambda v: _typed(v, "sgd_momentum", OptimizerConfig) and v.optimizer != "sgd",
+        "--sgd-momentum {sgd_momentum:g} does nothing without --optimizer sgd; --adam-beta1 is "
+        "the momentum of --optimizer {optimizer}",
+    ),
     Rule(
         lambda v: v.log_layer_grad_norms and v.metrics_file is None,
         "--log-layer-grad-norms does nothing without --metrics-file FILE, which gets them",
@@ -158,7 +177,7 @@ RULES: tuple[Rule, ...] = (
 
 def contradictions(config: Any) -> Iterator[str]:
     """One sentence for every rule that the recipe's config breaks."""
-    values = SimpleNamespace(**dict(_leaves(config)))
+    values = SimpleNamespace(**dict(_leaves(config)), given=config.given)
     for rule in RULES:
         if rule.breaks(values):
             yield rule.text.format_map(vars(values))

@@ -45,7 +45,8 @@ _ALWAYS = {
     "there is one layer implementation, with torch's scaled_dot_product_attention": (
         "use_mcore_models transformer_impl attention_backend use_flash_attn"
     ),
-    "gradients are always accumulated and reduced in float32 (float64 under --fp64)": (
+    "gradients are always accumulated in float32 (float64 under --fp64), and reduced in it "
+    "without --grad-reduce-in-bf16": (
         "accumulate_allreduce_grads_in_fp32"
     ),
     "the loss is always the mean over the kept tokens of the whole global batch": (

@@ -326,6 +326,7 @@ def reporting(
         log_throughput=logging.log_throughput,
         metrics_file=logging.metrics_file,
         tensorboard_dir=logging.tensorboard_dir,
+        tensorboard_log_interval=logging.tensorboard_log_interval,
         step_clock=grid.ledger.clock,
         timing_log_level=logging.timing_log_level,
         progress_bar=inputs.progress_bar and logging.progress_bar,

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 import pretrain_gpt
+from core import optional
+from core.comm import Group
 from data.bpe import byte_characters
 from tests.recipe import TINY, rows, run_recipe, write_corpus
 
@@ -357,6 +359,27 @@ def test_only_the_first_rank_speaks(capsys, monkeypatch):
         with pytest.raises(SystemExit):
             pretrain_gpt.main([*TINY, "--train-iters", "2", "--hidden-size", "33"])
         assert len(capsys.readouterr().err.splitlines()) == lines
+
+
+def test_tensorboard_gets_the_steps_of_its_interval(tmp_path, monkeypatch):
+    steps = []
+
+    class Writer:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            pass
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            steps.append(step)
+
+        def flush(self) -> None:
+            pass
+
+        close = flush
+
+    monkeypatch.setattr(optional, "summary_writer", lambda: Writer)
+    flags = ("--train-iters", 5, "--tensorboard-dir", tmp_path, "--tensorboard-log-interval", 2)
+    run_recipe(Group.single("world"), *flags)
+    assert set(steps) == {2, 4}
 
 
 def test_a_time_limit_is_exit_code_85(tmp_path):

@@ -116,6 +116,8 @@ def test_values(line: str, name: str, value: object) -> None:
 
 def test_given_names_the_flags_that_were_typed() -> None:
     assert read(NEEDED + "--no-use-bias").given == {"num_layers", "width", "lr", "use_bias"}
+    with_one_more = read(NEEDED + "--no-use-bias --use-mcore-models")
+    assert with_one_more.given == {"num_layers", "width", "lr", "use_bias", "use_mcore_models"}
 
 
 def test_mock_data_supplies_what_is_not_typed() -> None:

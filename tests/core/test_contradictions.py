@@ -28,6 +28,10 @@ LINES = [  # one for every rule, in the table's order: the line, how its sentenc
     (FP16 + "--hysteresis 3", "--loss-scale 8 is constant, --hysteresis 3"),
     ("--fp64 --grad-reduce-in-bf16", "--grad-reduce-in-bf16 would shorten"),
     ("--fp16 --grad-reduce-in-bf16", "--grad-reduce-in-bf16 goes with --bf16"),
+    (
+        "--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
+        "--grad-reduce-in-bf16 sends gradients in bfloat16, --accumulate-allreduce-grads-in-fp32",
+    ),
     ("--fp32-residual-connection", "--fp32-residual-connection does nothing without --bf16"),
     (f"{OPTIM} {STRATEGY} no_shard", f"{OPTIM} and {STRATEGY} no_shard contradict"),
     ("--overlap-param-gather", "--overlap-param-gather does nothing without"),
@@ -50,6 +54,10 @@ LINES = [  # one for every rule, in the table's order: the line, how its sentenc
     ),
     ("--decoupled-min-lr 1e-5", "--decoupled-min-lr 1e-05 does nothing without --decoupled-lr"),
     ("--fp64 --optimizer apex_adam", "--optimizer apex_adam has no float64"),
+    ("--optimizer sgd --adam-beta1 0.8", "--adam-beta1 0.8 does nothing with --optimizer sgd"),
+    ("--optimizer sgd --adam-beta2 0.95", "--adam-beta2 0.95 does nothing with --optimizer sgd"),
+    ("--optimizer sgd --adam-eps 1e-6", "--adam-eps 1e-06 does nothing with --optimizer sgd"),
+    ("--sgd-momentum 0.8", "--sgd-momentum 0.8 does nothing without --optimizer sgd"),
     ("--log-layer-grad-norms", "--log-layer-grad-norms does nothing without --metrics-file"),
 ]
 
@@ -93,6 +101,9 @@ def test_all_at_once(capsys):
         "--fp16 --loss-scale 1024",
         f"--bf16 --grad-reduce-in-bf16 {STRATEGY} optim --ddp-bucket-size 1000",
         f"{OPTIM} {STRATEGY} optim_grads_params",
+        "--bf16 --accumulate-allreduce-grads-in-fp32 --no-grad-reduce-in-bf16",
+        "--optimizer sgd --sgd-momentum 0.8 --adam-beta1 0.9",  # Megatron's default says nothing
+        "--adam-beta2 0.95 --adam-eps 1e-6 --sgd-momentum 0.9",
         "--decoupled-lr 1e-3 --decoupled-min-lr 1e-4 --log-params-norm --log-num-zeros-in-grad",
     ],
 )
