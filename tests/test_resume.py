@@ -27,6 +27,9 @@ CASES = {
     "tp2-sp": (2, (*TP2, "--sequence-parallel")),
     "dp2": (2, ()),
     "dp2-tp2-llama": (4, (*TP2, *LLAMA)),
+    "bf16": (2, ("--bf16", "--data-parallel-sharding-strategy", "optim")),
+    # the scale doubles after every second step: the break falls between two
+    "fp16": (2, (*TP2, "--fp16", "--initial-loss-scale", 256, "--loss-scale-window", 2)),
     "ramp-up": (2, ("--micro-batch-size", 1, "--rampup-batch-size", 2, 2, 16)),
 }
 
@@ -66,6 +69,8 @@ def test_six_iterations_equal_three_and_three(ranks, tmp_path, folder, name):
     sizes = [2, 2, 2, 4, 4, 6] if name == "ramp-up" else [8] * 6
     assert [row["global_batch_size"] for row in broken] == sizes
     assert len({row["learning_rate"] for row in broken}) > 3
+    if name == "fp16":
+        assert [row["loss_scale"] for row in broken] == [256, 512, 512, 1024, 1024, 2048]
     assert_same_bits(contents(tmp_path / "broken"), contents(tmp_path / "unbroken"))
     states = [open_checkpoint(tmp_path / name).meta["state"] for name in ("broken", "unbroken")]
     assert states[0] == states[1]
