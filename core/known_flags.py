@@ -78,6 +78,13 @@ _ALWAYS = {
         "use_checkpoint_opt_param_scheduler"
     ),
     "the tokenizer is always the command line's": "no_use_tokenizer_model_from_checkpoint_args",
+    "there is one implementation of each tokenizer": "legacy_tokenizer",
+    "a tokenizer is read from its files; code that lies beside them is never run": (
+        "trust_remote_code"
+    ),
+    "sample after sample is drawn from each data set, so that none needs a surplus": (
+        "mid_level_dataset_surplus"
+    ),
     "receives are posted as early as the plan allows, and waited for where they are used": (
         "overlap_p2p_communication_warmup_flush no_overlap_p2p_communication"
     ),
@@ -105,6 +112,8 @@ ACCEPTED: dict[str, Accepted] = {
 }
 
 
+_RETRIEVAL = "retrieval models are not supported"
+_TEXT_ONLY = "only text models are supported here"
 _WITHOUT = "leave it out: the numbers are the same without it"
 REFUSED: dict[str, str] = _by_reason(
     {
@@ -146,8 +155,19 @@ REFUSED: dict[str, str] = _by_reason(
         "it belongs to the BERT script; this one trains GPT": (
             "mask_prob short_seq_prob bert_no_binary_head"
         ),
-        "retrieval models are not supported": "bert_load titles_data_path",
-        "not here yet; use --save-interval": "non_persistent_save_interval",
+        _RETRIEVAL: (
+            "bert_load titles_data_path bert_embedder_type block_data_path evidence_data_path "
+            "use_one_sent_docs embedding_path query_in_block_prob"
+        ),
+        _TEXT_ONLY: "classes_fraction data_per_class_fraction num_classes img_h img_w patch_dim",
+        "the layout is the command line's, and any layout loads a checkpoint; give "
+        "--tensor-model-parallel-size and --pipeline-model-parallel-size": (
+            "use_mp_args_from_checkpoint_args"
+        ),
+        "every checkpoint keeps the place in the data; leave it out": "dataloader_save",
+        "data is read from files; copy it or mount the store, and give --data-path that": (
+            "s3_cache_path object_storage_cache_path"
+        ),
         "not here yet; --metrics-file and the log line have loss, gradient norm and times": (
             "log_progress "
             "tensorboard_queue_size log_memory_to_tensorboard "
@@ -214,7 +234,18 @@ FAMILIES: dict[str, str] = {
     "mtp_": "multi-token prediction is not supported",
     "mamba_": "only transformer layers are supported",
     "hybrid_": "only transformer layers are supported",
-    "vision_": "only text models are supported here",
+    "vision_": _TEXT_ONLY,
+    "biencoder_": _RETRIEVAL,
+    "ict_": _RETRIEVAL,
+    "indexer_": _RETRIEVAL,
+    "retriever_": _RETRIEVAL,
+    "sft": "not here yet; documents are read as plain text, without turns of a conversation",
+    "non_persistent_": "not here yet; every checkpoint is kept in --save; use --save-interval",
+    "replication": "not here yet; every checkpoint is kept in --save, once for all ranks",
+    "ckpt_convert_": (
+        "there is one format, with nothing to convert; scripts/convert_hf.py export writes "
+        "transformers' layout"
+    ),
 }
 
 

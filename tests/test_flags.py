@@ -17,6 +17,7 @@ from core import known_flags
 from core.config import parse
 from core.flag_table import leaves
 from core.layout_checks import run_problems
+from pretrain_bert import RunConfig as BertRunConfig
 from pretrain_gpt import RunConfig
 
 ROOT = Path(__file__).parents[1]
@@ -79,7 +80,12 @@ moe-router-topk-scaling-factor decoder-seq-length spec multi-latent-attention kv
 qk-head-dim qk-pos-emb-head-dim v-head-dim q-lora-rank encoder-seq-length rotary-scaling-factor
 mscale mscale-all-dim moe-router-num-groups moe-router-group-topk moe-router-bias-update-rate
 encoder-num-layers decoder-num-layers te-rng-tracker check-weight-hash-across-dp-replicas-interval
-vocab-extra-ids
+vocab-extra-ids trust-remote-code legacy-tokenizer mid-level-dataset-surplus
+use-mp-args-from-checkpoint-args ckpt-convert-format ckpt-convert-save non-persistent-ckpt-type
+non-persistent-global-ckpt-dir replication replication-jump replication-factor dataloader-save
+s3-cache-path object-storage-cache-path sft sft-tokenizer-prompt-format bert-embedder-type
+ict-head-size block-data-path evidence-data-path use-one-sent-docs biencoder-projection-dim
+indexer-batch-size retriever-seq-length classes-fraction
 """.split()
 
 # What a functional test of Megatron's or one of its three reference scripts cannot do without, and
@@ -120,6 +126,16 @@ def test_no_name_in_the_tables_is_also_a_field() -> None:
     fields = set(leaves(RunConfig))
     assert fields & set(known_flags.all_names()) == set()
     assert {old.name for old in known_flags.OLD_SPELLINGS.values()} <= fields
+
+
+def test_no_family_takes_in_a_flag_with_an_answer_of_its_own() -> None:
+    """A refusal of its own may only say the same, for that is what the family is for."""
+    works = {*leaves(RunConfig), *leaves(BertRunConfig), *known_flags.OLD_SPELLINGS}
+    assert [name for name in works if name.startswith(tuple(known_flags.FAMILIES))] == []
+    assert [name for name in known_flags.ACCEPTED if known_flags.refusal(name)] == []
+    for prefix, why in known_flags.FAMILIES.items():
+        own = {text for name, text in known_flags.REFUSED.items() if name.startswith(prefix)}
+        assert own <= {why}, prefix
 
 
 def test_every_refusal_says_what_to_do_or_why() -> None:
