@@ -1,4 +1,4 @@
-"""On a GPU: every Triton kernel against its formula, then the output loss's time and memory.
+"""On a GPU: kernels beside formulas, training beside the CPU's, and the output loss's cost.
 
     python scripts/gpu_check.py [--quick] [--json FILE]
 
@@ -32,6 +32,7 @@ CHECKS = (
     "log probabilities, entropy, accuracy",
     "LayerNorm, RMSNorm, GELU, SwiGLU, rotary, softmax, dropout-add",
     "repeatability: two runs bitwise equal",
+    "training: 20 steps of a small GPT, fp32 and bf16, beside the CPU's in fp32",
 )
 # tokens, hidden, vocabulary rows: a whole Llama 3 head, and a rank's part of it at tp 8
 SIZES = {"4096 tokens, tp 1": (4096, 4096, 128256), "8192 tokens, tp 1": (8192, 4096, 128256),
@@ -130,6 +131,25 @@ def check_pointwise() -> list[str]:
     return lines
 
 
+def check_training() -> list[str]:
+    """The curves of a GPU beside the CPU's: initial weights that differ, distances of losses and
+    gradient norms. What fails to run at all is BAD too, and keeps no other check from running."""
+    from scripts import gpu_check_training as training
+
+    exact, lines = training.train_curve("cpu", torch.float32), []
+    for dtype, limits in training.LIMITS.items():
+        name = (f"training {training.STEPS} steps {str(dtype)[6:]}, limits 0 {limits.loss:.0e} "
+                f"{limits.norm:.0e}")  # fmt: skip
+        start = training.train_curve("cpu", dtype, steps=0)
+        try:
+            got = training.train_curve(DEVICE, dtype)
+        except Exception as reason:
+            lines.append(f"BAD  {name}: {reason!r}")
+            continue
+        lines.append(verdict(name, *training.judged(got, start, exact, limits)))
+    return lines
+
+
 def moved(x, dtype: torch.dtype):
     if not torch.is_tensor(x):
         return x
@@ -146,7 +166,7 @@ def correctness() -> list[str]:
         for eps, z_loss in ((0.0, 0.0), (0.1, 1e-4)):
             for odd in (False, True):
                 lines += check_loss(dtype, eps, z_loss, odd)
-    return lines + check_probabilities() + check_pointwise()
+    return lines + check_probabilities() + check_pointwise() + check_training()
 
 
 # ---- time and memory -----------------------------------------------------------------------------

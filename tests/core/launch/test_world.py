@@ -20,10 +20,11 @@ import pytest
 from core.comm import Ledger
 from core.launch.failure import Reporter, read_failures
 from core.launch.hang import Progress
+from core.launch.place import LaunchError, Place
 from core.launch.signals import StopSignal
 from core.launch.status import read_status
 from core.launch.tee import Tee
-from core.launch.world import World
+from core.launch.world import World, _device
 from tests.core.launch.test_supervise import PROGRAM, clean_environ, start
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -52,6 +53,57 @@ def test_one_process_leaves_torch_distributed_alone() -> None:
     code, out, err = run()
     assert (code, err) == (0, "")
     assert out == "rank 0 of 1 on cpu: one process\n"
+
+
+class GPUs:
+    """torch.cuda, as far as the choice of a device asks it; `current` is what was made current."""
+
+    def __init__(self, monkeypatch, count: int, works: bool = True) -> None:
+        import torch
+
+        self.current: list[str] = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: works and count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", self.current.append)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "local_rank", "local_size", "asked", "device"),
+    [
+        (0, 0, 1, None, "cpu"),
+        (1, 0, 1, None, "cuda:0"),
+        (4, 2, 4, None, "cuda:2"),
+        (8, 2, 4, None, "cuda:2"),
+        (2, 1, 4, None, "cpu"),  # not a GPU for every rank of this machine
+        (4, 2, 4, "gloo", "cpu"),
+        (4, 2, 4, "nccl", "cuda:2"),
+        (2, 3, 4, "nccl", "cuda:1"),  # as asked; `meet` refuses two ranks on one GPU
+    ],
+)
+def test_nccl_where_every_local_rank_has_a_gpu_else_gloo(
+    monkeypatch, gpus, local_rank, local_size, asked, device
+) -> None:
+    found = GPUs(monkeypatch, gpus)
+    place = Place("test", local_rank, 8, local_rank, local_size)
+    assert _device(asked, place) == ("gloo" if device == "cpu" else "nccl", device)
+    assert found.current == ([] if device == "cpu" else [device])
+
+
+def test_a_task_of_srun_may_see_only_its_own_gpu(monkeypatch) -> None:
+    found = GPUs(monkeypatch, 1)
+    place = Place("test", 3, 4, 3, 4, nodes=(("a", 4),))
+    assert _device(None, place) == ("nccl", "cuda:0") and found.current == ["cuda:0"]
+    GPUs(monkeypatch, 0)
+    assert _device(None, place) == ("gloo", "cpu")
+
+
+@pytest.mark.parametrize(("gpus", "works"), [(0, True), (4, False)])
+def test_nccl_without_a_gpu_is_refused(monkeypatch, gpus, works) -> None:
+    """Among them GPUs that are there, and a driver that does not work."""
+    found, place = GPUs(monkeypatch, gpus, works), Place()
+    with pytest.raises(LaunchError, match="nccl needs a GPU and none is visible; use gloo"):
+        _device("nccl", place)
+    assert _device(None, place) == ("gloo", "cpu") and found.current == []
 
 
 @pytest.mark.parametrize(
