@@ -42,7 +42,8 @@ class PrecisionConfig:
     hysteresis: int = 2
     """Overflows until it is halved."""
     grad_reduce_in_bf16: bool = False
-    """Gradients travel between data parallel ranks in bfloat16; they are still added in float32."""
+    """Gradients travel between data parallel ranks, and are summed there, in bfloat16; over
+    microbatches they are summed in float32."""
 
     @property
     def dtype(self) -> Dtype:

@@ -128,17 +128,38 @@ def test_parameters_that_are_not_kept_come_back_for_backward(ranks):
     ranks.run(parameters_that_go, size=2)
 
 
-def short_messages(world: Group) -> tuple[float, list]:
+def short_messages(world: Group, strategy: str, microbatches: list[tuple]) -> tuple[float, list]:
+    """(a gradient's sum, messages) where rank r adds microbatches[i][r] to it."""
     two = Two()
-    memory = memory_of(two, world, "no_shard", message=torch.bfloat16)
+    memory = memory_of(two, world, strategy, message=torch.bfloat16)
     memory.begin_step()
-    two.a.main_grad.add_(1 + 2**-10)  # not a bfloat16
+    for values in microbatches:
+        two.b.main_grad.add_(values[world.rank])
+        if memory.shards_grads:
+            memory.start_reduction()
     memory.start_reduction()
     memory.finish_reduction()
-    return memory.reduced[256].item(), [(e.dtype, e.numel) for e in world.ledger.events()][-1]
+    assert memory.reduced.dtype == torch.float32
+    found = {slot.name: values for slot, values in memory.my_slots(memory.reduced)}
+    value = found["b"].unique().item() if "b" in found else None
+    return value, [(e.dtype, e.numel) for e in world.ledger.events()]
 
 
-def test_gradients_may_travel_in_bfloat16(ranks):
-    for value, event in ranks.run(short_messages, size=2):
-        assert value == 2.0
-        assert event == ("bfloat16", 512)
+@pytest.mark.parametrize(
+    ("microbatches", "wanted"),  # of strategies that send a step's sum, a microbatch's
+    [
+        ([(1 + 2**-10, 1 + 2**-10)], (2.0, 2.0)),  # each is rounded
+        ([(256.0, 1.0)], (256.0, 256.0)),  # added between ranks in bfloat16: 257 is none
+        ([(256.0, 0.0), (1.0, 0.0), (1.0, 0.0)], (258.0, 258.0)),  # over microbatches in float32
+        ([(256.0, 0.0), (1.0, 0.0)], (256.0, 257.0)),  # rounded as it travels, not afterwards
+    ],
+)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_gradients_may_travel_in_bfloat16(ranks, strategy, microbatches, wanted):
+    by_microbatch = strategy.startswith("optim_grads")
+    messages = [("bfloat16", 512)] * (len(microbatches) if by_microbatch else 1)
+    values = set()
+    for value, sent in ranks.run(short_messages, strategy, microbatches, size=2):
+        assert sent == messages
+        values.add(value)
+    assert values - {None} == {wanted[by_microbatch]}

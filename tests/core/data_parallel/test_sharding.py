@@ -5,18 +5,28 @@ and small buckets. `python scripts/check_sharding.py` runs the whole matrix. Rep
 frameworks: NVIDIA/Megatron-LM#844 (tied tables scattered before they were added), #1256.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from core.comm import Group
+from core.optimizer.precision import PrecisionConfig
 from tests.training import GPT2, LLAMA, Layout, Run, short_run
 
 STEPS = 6
 SHAPES = {"gpt2": replace(GPT2, fp64=True), "llama": replace(LLAMA, fp64=True), "gpt2-fp32": GPT2}
 SP = {"tp": 2, "sequence_parallel": True}
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+BF16 = ("bf16", True)
+PRECISIONS = {
+    "fp32": (),
+    "bf16": (BF16,),
+    "bf16, and so do gradients travel": (BF16, ("grad_reduce_in_bf16", True)),
+    # the first two of four steps overflow and are skipped
+    "fp16": (("fp16", True), ("initial_loss_scale", 2.0**20), ("hysteresis", 1)),
+}
 CASES = [  # shape, ranks, layout
     ("gpt2", 2, Layout(overlap=True, bucket=3000)),
     ("gpt2", 2, Layout(sharding="optim", micro_batch_size=4)),
@@ -63,12 +73,15 @@ def test_every_strategy_equals_one_process(ranks, shape, size, layout):
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(**SP)], ids=str)
-def test_strategies_equal_each_other_bit_for_bit(ranks, layout):
+@pytest.mark.parametrize("kind", PRECISIONS)
+def test_strategies_equal_each_other_bit_for_bit(ranks, layout, kind):
     """One microbatch on each of two dp ranks, clipping on: the arithmetic is the same.
 
-    (A sum over more than two ranks depends on where in a message an element stands.)
+    (A sum over more than two ranks depends on where in a message an element stands. Gradients of
+    several microbatches are added before they travel or after: in another order, and where they
+    travel in bfloat16 as other numbers.)
     """
-    layout = replace(layout, micro_batch_size=4)
+    layout = replace(layout, micro_batch_size=4, precision=PRECISIONS[kind])
     runs = {
         strategy: ranks.run(
             short_run,
@@ -81,11 +94,25 @@ def test_strategies_equal_each_other_bit_for_bit(ranks, layout):
         for strategy in STRATEGIES
     }
     plain = runs.pop("no_shard")
+    assert sum(map(math.isfinite, plain.norms)) == (2 if kind == "fp16" else 4)
     for strategy, run in runs.items():
         assert run.losses == plain.losses, strategy
-        assert run.norms == pytest.approx(plain.norms, rel=1e-14, abs=0)  # parts added in float64
+        # parts are added in float64
+        assert run.norms == pytest.approx(plain.norms, rel=1e-14, abs=0, nan_ok=True)
         for name, value in run.final.items():
+            assert value.dtype == getattr(torch, PrecisionConfig(**dict(layout.precision)).dtype)
             assert torch.equal(value, plain.final[name]), f"{strategy}: {name}"
+
+
+@pytest.mark.parametrize("sharding", STRATEGIES)
+def test_gradients_that_travel_in_bfloat16_err_by_its_rounding(ranks, sharding):
+    """Two microbatches: losses and norms of --bf16 alone, to bfloat16's 2^-9, yet not its bits."""
+    layout = Layout(sharding=sharding, overlap=True, precision=PRECISIONS["bf16"])
+    short = replace(layout, precision=PRECISIONS["bf16, and so do gradients travel"])
+    long, found = (ranks.run(short_run, GPT2, each, STEPS, size=2)[0] for each in (layout, short))
+    assert found.losses[0] == long.losses[0] and found.norms != long.norms
+    assert found.losses == pytest.approx(long.losses, rel=2**-9, abs=0)
+    assert found.norms == pytest.approx(long.norms, rel=2**-9, abs=0)
 
 
 def test_the_cases_above_would_show_a_lost_bucket(ranks):
