@@ -61,7 +61,7 @@ class ModelSums:
     """
 
     def __init__(self, replicas: DataParallel, pp: Group) -> None:
-        self.memories = replicas.memories
+        self.memories, self.stages = replicas.memories, replicas.stages
         self.tp, self.pp, self.embed = replicas.axes["tp"], pp, replicas.axes["embed"]
         self.device = replicas.device
         self.groups = [self.tp, pp]
@@ -109,10 +109,18 @@ class ModelSums:
         return int(total)
 
     def units(self) -> list[str]:
-        """Units of the whole model, in order of use. Collective: a start-up question."""
-        mine = [slot.unit for memory in reversed(self.memories) for slot in memory.bucket.slots]
+        """Units of the whole model, in order of use, in every layout. Collective: a start-up
+        question."""
+        slots = [slot for memory in self.memories for slot in memory.bucket.slots]
+        unit = {slot.name: slot.unit for slot in slots}
+        mine = [
+            (stage.index, unit[name])
+            for stage in self.stages
+            for name, _ in stage.named_parameters()
+        ]
         every = gather_objects(list(dict.fromkeys(mine)), self.pp, tag="optimizer.units")
-        return list(dict.fromkeys(unit for units in every for unit in units))
+        by_stage = sorted((pair for pairs in every for pair in pairs), key=lambda pair: pair[0])
+        return list(dict.fromkeys(name for _, name in by_stage))
 
 
 def clip_factor(norm: float, limit: float) -> float:
