@@ -72,6 +72,7 @@ _ALWAYS = {
         "no_gradient_reduce_div_fusion bias_swiglu_fusion bias_gelu_fusion masked_softmax_fusion "
         "rope_fusion apply_rope_fusion gradient_accumulation_fusion bias_dropout_fusion"
     ),
+    "initial values are the same bits on any device": "use_cpu_initialization",
     "norms have one implementation": "persist_layer_norm no_persist_layer_norm",
     "the attention mask is never built by the loader": "no_create_attention_mask_in_dataloader",
     "samples are read by the training process itself": (
@@ -176,6 +177,9 @@ REFUSED: dict[str, str] = _by_reason(
         "gradient norm that is not finite)": "check_for_spiky_loss check_for_large_grads",
         "every pipeline stage reduces a bucket as soon as it is complete; leave it out: the "
         "numbers are the same": "delay_grad_reduce",
+        f"a gradient is reduced while the next product is made; {_WITHOUT}": (
+            "no_async_tensor_model_parallel_allreduce"
+        ),
         "no cluster's service is asked; leave it out: SIGTERM, SIGUSR1 and "
         "--exit-duration-in-mins save and stop a run": "adlr_autoresume adlr_autoresume_interval",
         "groups are always made before the model; leave it out": "lazy_mpu_init",
