@@ -290,7 +290,9 @@ class LaunchConfig:
     heartbeat_seconds: float = 10.0
     """A rank or host without a sign of life for so long ends the run."""
     hang_timeout_seconds: float | None = None
-    """So long without any progress is a hang; by default 10 median steps, at least 120 s."""
+    """So long without a step or collective is a hang; by default 10 median steps, at least 120 s.
+    Counts from the last one. A rank that is reading data or writing a checkpoint has three times as
+    long, at least 30 minutes."""
     exit_signal: Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"] | None = None
     """One more signal that saves and stops; SIGTERM, SIGINT and SIGUSR1 always do."""
     log_dir: str | None = None

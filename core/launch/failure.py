@@ -35,7 +35,8 @@ YIELD = 0.5
 # What torch says, under gloo, NCCL and its store, when it is another process that went away.
 LOST_PEER = re.compile(
     r"[Cc]onnection (was likely )?(closed|reset|refused)|Broken pipe|remote process exited|"
-    r"NCCL communicator was aborted|Socket Timeout|recvValue failed|sendBytes failed"
+    r"NCCL communicator was aborted|Socket Timeout|recvValue failed|sendBytes failed|"
+    r"Timed out waiting \d+ms for \w+ operation|Application timeout caused pair closure"
 )
 
 
@@ -167,11 +168,12 @@ class Reporter:
             self.record(failure)
             sys.__excepthook__(kind, error, trace)
             return
-        if LOST_PEER.search(str(error)):
+        if lost := LOST_PEER.search(str(error)):
             if self.others:
                 self.others.ask_around()
             self.let_the_cause_speak()
-            failure = replace(failure, victim=True, cause="lost contact with another rank")
+            cause = f"lost contact with another rank ({lost.group()})"
+            failure = replace(failure, victim=True, cause=cause)
         _tell_torchrun(error)
         self.fail(failure)
 
@@ -196,6 +198,11 @@ class Reporter:
             error.mine = self.others.announce(refusal)
             self.others.linger()
         refuse(error)
+
+    @property
+    def lasting_folders(self) -> list[str | Path]:
+        """Those that are still there after the run; the --nproc parent takes its own away."""
+        return self.folders[1:] if self.parent_tells else self.folders
 
     @property
     def is_leaving(self) -> bool:

@@ -2,9 +2,10 @@
 
 Every rank keeps a `Progress`. When rank 0 has seen neither a step nor a collective for too long, it
 asks all ranks where they are (core/launch/watch.py carries question and answers) and `judge`s the
-answers: nobody is to be blamed while some rank reads data or writes a checkpoint. Otherwise the
-culprit is, in this order: a rank that does not answer; one that is not in a collective while others
-wait in one; the one that is furthest behind.
+answers: nobody is to be blamed while some rank reads data or writes a checkpoint, but for so long
+only that a file system must have died. Otherwise the culprit is, in this order: a rank that does
+not answer; the one that has read or written for longest; one that is not in a collective while
+others wait in one; the one that is furthest behind.
 
 Time in which this process could not look at all does not count: `AwakeClock`.
 
@@ -27,8 +28,17 @@ from typing import Any
 # collectives themselves time out, which names nobody.
 MEDIANS, AT_LEAST, BEFORE_TIMEOUT = 10, 120.0, 0.9
 KNOWN_STEPS = 3
-WAITING, BUSY = ("core.comm",), ("core.checkpoint", "data")
+# A rank that reads data or writes a checkpoint has so many limits, but at least so many seconds. A
+# big job's save or index takes many minutes, none takes half an hour; and who gives steps more time
+# has more to save as well.
+BUSY_LIMITS, BUSY_AT_LEAST = 3, 1800.0
+WAITING = ("core.comm",)
+BUSY = {"core.checkpoint": "a checkpoint", "data": "data"}  # package -> what it reads or writes
 ONE_SIDED = ("send", "recv")  # calls that the ranks of a group do not all make
+LOOK = (
+    "does its file system answer? if it is just slow, raise --hang-timeout-seconds, and "
+    "--distributed-timeout-minutes where others wait for it in a collective"
+)
 EVENTS = 50  # of the ledger, that a rank answers with
 FRAMES = 6  # of the main thread, that an answer and a report show
 
@@ -95,6 +105,10 @@ class Progress:
         global lock. That its process is dead or stopped is seen in other ways, and sooner."""
         return BEFORE_TIMEOUT * self._timeout if self._given is None else self._given
 
+    def busy_patience(self) -> float:
+        """The same, where a rank reads or writes files."""
+        return max(BUSY_AT_LEAST, BUSY_LIMITS * self.limit())
+
     def still(self) -> float:
         """Seconds since the last sign of progress; to be asked regularly."""
         now, seen = self._clock.now(self.limit() / 2), (self.step, self._ledger.count)
@@ -111,7 +125,7 @@ class Progress:
             "count": self._ledger.count,
             "still": self.still(),
             "waiting": _any_in(modules, WAITING),
-            "busy": _any_in(modules, BUSY),
+            "busy": next((what for of, what in BUSY.items() if _any_in(modules, (of,))), ""),
             "stack": "".join(traceback.format_list(list(reversed(stack[:FRAMES])))),
             "events": self._numbered_events(),
         }
@@ -149,6 +163,12 @@ def _any_in(modules: Sequence[str], packages: Sequence[str]) -> bool:
     return any(name == p or name.startswith(p + ".") for name in modules for p in packages)
 
 
+def account(answer: Mapping[str, Any]) -> str:
+    """What a rank writes down beside its answer: all its stacks, and its last calls."""
+    calls = [f"  {group} call {number}: {what}" for group, _, number, what in answer["events"]]
+    return "\n".join([all_stacks(), "last collectives, the newest at the end", *calls, ""])
+
+
 def all_stacks() -> str:
     """Every thread of this process, innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -172,25 +192,34 @@ class Verdict:
 
 
 def judge(
-    answers: Mapping[int, dict], size: int, limit: float, patience: float
+    answers: Mapping[int, dict], size: int, limit: float, patience: float, busy_patience: float
 ) -> Verdict | None:
     """The verdict on a run in which rank 0 sees no progress; None while there is a good reason.
 
-    `answers` may lack ranks; `limit` is rank 0's, in seconds, and `patience` that for those.
+    `answers` may lack ranks. In seconds, `limit` is rank 0's, `patience` that for ranks that do not
+    answer and `busy_patience` that for those that read or write; all count from the last step or
+    collective.
     """
-    if any(answer["busy"] or answer["still"] < limit / 2 for answer in answers.values()):
+    if any(answer["still"] < limit / 2 for answer in answers.values()):
+        return None
+    if any(answer["busy"] and answer["still"] < busy_patience for answer in answers.values()):
         return None
     silent = [rank for rank in range(size) if rank not in answers]
     if silent and max(answer["still"] for answer in answers.values()) < patience:
         return None
     idle = [rank for rank, answer in answers.items() if not answer["waiting"]]
     waiting = [rank for rank, answer in answers.items() if answer["waiting"]]
+    busy = [rank for rank in idle if answers[rank]["busy"]]  # a save has its collectives, too
 
     def progress(rank: int) -> tuple[int, int, int]:
         return (answers[rank]["step"] or 0, answers[rank]["count"], rank)
 
     if silent:
         culprit, why = silent[0], "it does not even answer"
+    elif busy:
+        culprit = max(busy, key=lambda rank: (answers[rank]["still"], -rank))
+        limit, what = busy_patience, answers[culprit]["busy"]
+        why = f"it is reading or writing {what}, for {answers[culprit]['still']:.0f} s now: {LOOK}"
     elif idle and waiting:
         culprit, why = min(idle, key=progress), "the others wait for it in a collective"
     else:

@@ -35,7 +35,7 @@ from typing import Any
 
 from core.launch.bell import Bell, rings
 from core.launch.failure import Failure, Reporter
-from core.launch.hang import AwakeClock, Progress, all_stacks, judge
+from core.launch.hang import AwakeClock, Progress, account, judge
 
 BEAT = 1.0
 BEATS_A_SECOND = 2000  # of all ranks together, for the store's sake
@@ -278,13 +278,13 @@ class Watch:
         for folder in self._reporter.folders:
             with suppress(OSError):
                 Path(folder).mkdir(parents=True, exist_ok=True)  # somebody may have cleaned up
-                Path(folder, f"hang.rank{rank}.txt").write_text(all_stacks())
+                Path(folder, f"hang.rank{rank}.txt").write_text(account(answer))
         return True
 
     def _check_answers(self, store: Any, asked: bool) -> None:
         """On rank 0: judges the answers when a rank has asked, or when nothing moves for long."""
         limit, now = self._progress.limit(), time.monotonic()
-        hung = self._progress.still() > limit and now - self._asked > limit / 2
+        hung = self._progress.still() > limit and (asked or now - self._asked > limit / 2)
         if not (asked or hung):
             return
         self._asked = now
@@ -294,16 +294,24 @@ class Watch:
         answers = self._gather(store, self._question)
         everyone = self._circle.everyone
         silent = [process for process in everyone if process.rank not in answers]
-        patience = self._progress.patience()
-        verdict = judge(answers, self._circle.size, limit, patience) if hung else None
+        # a rank that asks has waited in vain: one that is busy has had all the time there is
+        busy_patience = limit if asked else self._progress.busy_patience()
+        patience = (self._progress.patience(), busy_patience)
+        verdict = judge(answers, self._circle.size, limit, *patience) if hung else None
         if self._over.is_set():
             return
         if verdict is not None:
             culprit = everyone[verdict.culprit]
-            self._declare(culprit, verdict.cause, verdict.report, verdict.step)
+            report = f"{verdict.report}{self._where_stacks_are()}\n"
+            self._declare(culprit, verdict.cause, report, verdict.step)
         elif silent and asked:
             dead = next((process for process in silent if not rings(process.bell)), silent[0])
             self._declare(dead, "died without a word, or is cut off")
+
+    def _where_stacks_are(self) -> str:
+        if kept := self._reporter.lasting_folders:
+            return f"all threads of every rank: {kept[-1]}/hang.rank*.txt"
+        return "--log-dir D keeps the stacks of all threads of every rank, and its last collectives"
 
     def _gather(self, store: Any, question: int) -> dict[int, dict]:
         """The answers by rank, of those ranks that answer in time."""

@@ -5,11 +5,11 @@ import threading
 import pytest
 
 from core.comm.ledger import Ledger
-from core.launch.hang import AwakeClock, Progress, disagreements, judge
+from core.launch.hang import AwakeClock, Progress, account, disagreements, judge
 
 
 def answer(**changed):
-    usual = {"step": 7, "count": 90, "still": 30.0, "waiting": True, "busy": False, "stack": "…"}
+    usual = {"step": 7, "count": 90, "still": 30.0, "waiting": True, "busy": "", "stack": "…"}
     return {**usual, "events": [], **changed}
 
 
@@ -28,21 +28,46 @@ def note(ledger: Ledger, tag: str, group: str = "tp", op: str = "all_reduce") ->
     ],
 )
 def test_the_culprit(answers, culprit, why) -> None:
-    verdict = judge(answers, 3, 20.0, 25.0)
+    verdict = judge(answers, 3, 20.0, 25.0, 60.0)
     assert verdict.culprit == culprit and why in verdict.cause
 
 
 def test_nobody_is_to_blame_while_one_works() -> None:
     """Ranks wait at a barrier while one builds an index or writes a checkpoint."""
-    assert judge({0: answer(), 1: answer(waiting=False, busy=True)}, 2, 20.0, 20.0) is None
-    assert judge({0: answer(), 1: answer(waiting=False, still=1.0)}, 2, 20.0, 20.0) is None
+    others = {0: answer(still=59.0)}
+    busy = answer(waiting=False, busy="data", still=59.0)
+    assert judge({**others, 1: busy}, 2, 20.0, 20.0, 60.0) is None
+    assert judge({**others, 1: answer(waiting=False, still=1.0)}, 2, 20.0, 20.0, 60.0) is None
+
+
+def test_a_file_system_that_never_answers_is_a_hang() -> None:
+    """All ranks read from it, or all are inside a save and wait for the one that writes."""
+    reads, longest = (answer(waiting=False, busy="data", still=s) for s in (61.0, 64.0))
+    verdict = judge({0: reads, 1: longest, 2: reads}, 3, 20.0, 20.0, 60.0)
+    assert verdict.culprit == 1
+    assert verdict.cause.startswith("hung: no progress for 60 s; it is reading or writing data, ")
+    assert "for 64 s now: does its file system answer?" in verdict.cause
+    waits = answer(busy="a checkpoint", still=70.0)
+    writes = answer(waiting=False, busy="a checkpoint", still=61.0)
+    verdict = judge({0: waits, 1: waits, 2: writes}, 3, 20.0, 20.0, 60.0)
+    assert verdict.culprit == 2 and "reading or writing a checkpoint" in verdict.cause
+    assert "furthest behind" in judge({0: waits, 1: waits}, 2, 20.0, 20.0, 60.0).cause
+
+
+@pytest.mark.parametrize(
+    ("given", "timeout", "seconds"),
+    [(None, 600.0, 1800.0), (None, 3600.0, 9720.0), (5.0, 600.0, 1800.0), (7200.0, 600.0, 21600.0)],
+)
+def test_who_reads_or_writes_has_longer(given, timeout, seconds) -> None:
+    """Half an hour, or three times what is a hang; a timeout that is given scales it as well."""
+    assert Progress(Ledger(), given, timeout).busy_patience() == seconds
 
 
 def test_a_rank_that_cannot_answer_may_be_in_a_long_call() -> None:
     """Sorting an index, or compiling, for three minutes under Python's global lock."""
     answers = {0: answer(still=180.0), 2: answer(still=180.0)}
-    assert judge(answers, 3, 120.0, Progress(Ledger(), None, 600.0).patience()) is None
-    assert judge(answers, 3, 120.0, Progress(Ledger(), 120.0, 600.0).patience()).culprit == 1
+    assert judge(answers, 3, 120.0, Progress(Ledger(), None, 600.0).patience(), 0.0) is None
+    assert judge(answers, 3, 120.0, Progress(Ledger(), 120.0, 600.0).patience(), 0.0).culprit == 1
 
 
 def test_time_in_which_nobody_could_look_does_not_count(monkeypatch) -> None:
@@ -63,7 +88,7 @@ def test_a_rank_looks_busy_from_its_own_stack() -> None:
     exec("def save(progress): return progress.answer()", scope)
     progress = Progress(Ledger(), None, 600.0)
     progress._main = threading.get_ident()
-    assert scope["save"](progress)["busy"]
+    assert scope["save"](progress)["busy"] == "a checkpoint"
     assert not progress.answer()["busy"]
 
 
@@ -147,3 +172,18 @@ def test_progress_is_a_step_or_a_collective(monkeypatch) -> None:
     now[0] = 11.0
     progress.begin_step(1)
     assert progress.still() == 0.0
+
+
+def test_an_account_has_all_threads_and_the_last_calls() -> None:
+    ledger = Ledger()
+    for number in range(60):
+        note(ledger, f"t{number}")
+    thread = threading.Thread(target=(stay := threading.Event()).wait, name="loader-7")
+    thread.start()
+    text = account(Progress(ledger, None, 600.0).answer())
+    stay.set()
+    thread.join()
+    assert "thread loader-7\n" in text and "in test_an_account_has_all_threads" in text
+    calls = text.splitlines()[-50:]
+    assert calls[0] == "  tp call 11: all_reduce t10 float32 x 8"
+    assert calls[-1] == "  tp call 60: all_reduce t59 float32 x 8"

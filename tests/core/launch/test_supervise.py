@@ -225,6 +225,26 @@ def test_records_put_causes_before_victims(tmp_path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv "
+        "operation to complete",
+        "[../gloo/transport/tcp/unbound_buffer.cc:88] Timed out waiting 600ms for send operation "
+        "to complete",
+        "[../gloo/transport/tcp/pair.cc:543] Application timeout caused pair closure",
+    ],
+)
+def test_who_waited_in_vain_for_a_peer_is_a_victim(tmp_path, monkeypatch, said) -> None:
+    """gloo's own words for it."""
+    monkeypatch.setattr("core.launch.failure.leave", lambda code: None)
+    monkeypatch.setattr("core.launch.failure.BLAME_WAIT", 0.0)
+    Reporter(1, [tmp_path]).on_exception(RuntimeError, RuntimeError(said), None)
+    (found,) = read_failures(tmp_path)
+    assert (found.rank, found.victim) == (1, True)
+    assert re.fullmatch(r"lost contact with another rank \((Timed|Applic).+\)", found.cause)
+
+
 def test_of_two_causes_the_store_says_which_was_first(tmp_path, monkeypatch) -> None:
     """Rank 5's clock is an hour slow, and a cleaner has taken the folder of a long run."""
 

@@ -185,6 +185,22 @@ def test_beats_that_are_slow_since_ranks_are_many_are_no_silence(watching) -> No
     assert watching(Circle(here(1), None, here(0), (), 100))[0]._silence == 0.3
 
 
+def test_a_busy_rank_is_named_when_another_has_waited_in_vain(watching, store) -> None:
+    """A collective has timed out, long before a rank that reads data runs out of patience."""
+    everyone = [here(0), here(1)]
+    watched, reporter = watching(Circle(everyone[0], None, everyone[0], everyone, 2))
+    usual = {"step": 7, "count": 90, "still": 61.0, "busy": "", "stack": "…", "events": []}
+    answers = {0: {**usual, "waiting": True}, 1: {**usual, "waiting": False, "busy": "data"}}
+    watched._gather = lambda store, question: answers
+    watched._progress.still = lambda: 61.0
+    watched._asked -= 40.0
+    assert not reporter.event.wait(0.3)
+    watched.ask_around()
+    assert reporter.event.wait(30)
+    assert reporter.said[0].rank == 1 and "reading or writing data" in reporter.said[0].cause
+    assert "--log-dir D keeps the stacks" in reporter.said[0].traceback
+
+
 def test_an_owner_that_finds_itself_hanging_says_so_to_all(watching, store) -> None:
     """Else the others see its store close, and the last lines name no cause."""
     owner = here(0, pid=1000)

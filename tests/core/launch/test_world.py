@@ -206,17 +206,26 @@ def test_a_stopped_rank_is_found_by_its_neighbour(tmp_path) -> None:
     assert seconds_since_ready(tmp_path) < 15  # of which 10 are silence
 
 
-def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path) -> None:
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path, kept) -> None:
     """C090: one rank stalls and the rest hold the machines for hours."""
     (tmp_path / "ready").mkdir()
-    options = ["--culprit", "1", "--how", "sleep", "--hang", "3", "--log-dir", str(tmp_path)]
+    options = ["--culprit", "1", "--how", "sleep", "--hang", "3"]
     options += ["--ready", str(tmp_path / "ready")]
+    options += ["--log-dir", str(tmp_path)] if kept else []
     code, _, err = run("--nproc", "2", "--steps", "3000", *options)
     assert code == 1
     assert seconds_since_ready(tmp_path / "ready") < 15
     assert re.match(r"rank 1 \(.+, step 2\) failed: hung: no progress for 3 s", last_line(err))
     assert "world call 3: rank 0 all_reduce stop float32 x 1; rank 1 has not entered it" in err
-    assert "time.sleep(1000)" in (tmp_path / "hang.rank1.txt").read_text()
+    assert "time.sleep(1000)" in err[err.index("rank 1 is here:") :]
+    if not kept:  # the parent's own folder is gone
+        assert "--log-dir D keeps the stacks of all threads of every rank" in err
+        return
+    assert f"all threads of every rank: {tmp_path}/hang.rank*.txt" in err
+    account = (tmp_path / "hang.rank1.txt").read_text()
+    assert "time.sleep(1000)" in account and account.count("thread ") > 2
+    assert account.endswith("  world call 2: all_reduce stop float32 x 1\n")
     assert read_status(tmp_path).outcome == "failed"
 
 
