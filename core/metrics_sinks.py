@@ -104,6 +104,8 @@ def perplexity(loss: float) -> float:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, dict):  # norms by layer
+        return {key: _plain(one) for key, one in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -13,6 +13,8 @@ import torch
 from core.comm import Group
 from core.optimizer.precision import PATIENCE, LossScale, PrecisionConfig
 from core.train import Trainer, TrainingStopped, TrainState
+from tests.recipe import rows as rows_of
+from tests.recipe import run_recipe
 from tests.training import GPT2, Layout, make_trainer, short_run
 
 UP, TABLE = "layers.0.mlp.up.weight", "embedding.word.weight"
@@ -91,6 +93,22 @@ def test_hysteresis_and_growth():
     rows, *_ = overflow(Group.single("world"), layout, 0, UP, {1, 2, 4, 7, 8}, 8)
     # steps              overflows 1, 2; good, overflow 3 at once; good, good; overflows 1, 2
     assert [row["loss_scale"] for row in rows] == [256, 128, 128, 64, 64, 128, 128, 64]
+
+
+def test_an_overflow_is_a_row_like_any_other(tmp_path):
+    """A first scale that is too high, with all that can be logged."""
+    path = tmp_path / "metrics.jsonl"
+    flags = ["--fp16", "--initial-loss-scale", 2.0**26, "--hysteresis", 1, "--train-iters", 12]
+    flags += ["--log-layer-grad-norms", "--log-num-zeros-in-grad", "--log-params-norm"]
+    code, _ = run_recipe(Group.single("world"), *flags, "--metrics-file", path)
+    found = rows_of(path)
+    skipped = [row["skipped"] for row in found]
+    assert (code, len(found)) == (0, 12)
+    assert skipped[0] and not skipped[-1]
+    for row in found:
+        norms = row["layer_grad_norms"].values()
+        assert (row["grad_norm"] is None) == (None in norms) == row["skipped"]
+        assert row["params_norm"] > 1
 
 
 def hopeless(world: Group, layout: Layout, rank: int, name: str) -> tuple[str, TrainState]:
