@@ -210,11 +210,12 @@ def cases(args: argparse.Namespace) -> list[tuple[str, str, int, Layout]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args, began, ranks = parse(argv), time.monotonic(), RankPool()
+    args, began = parse(argv), time.monotonic()
     todo, wrong = [] if args.memory else cases(args), 0
     if not todo and not args.memory:
         print(f"check_sharding: no layout holds {args.only!r}", file=sys.stderr)
         return 2
+    ranks = RankPool()
     try:
         if todo:
             matrix = Matrix(ranks, args.steps)
