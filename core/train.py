@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from core.batch_schedule import BatchSchedule
 from core.comm import Group, all_reduce_, gather_objects
@@ -176,7 +177,7 @@ class Trainer:
 
     def _gradients(
         self, state: TrainState, feed: Feed
-    ) -> tuple[StepResult, dict[str, float], list[list[int]]]:
+    ) -> tuple[StepResult, dict[str, float], list[Tensor]]:
         """What the microbatches make on this rank, its sums over all ranks, and this rank's sample
         numbers; gradients are summed where they lie."""
         batch_size = self.batch_schedule.size(state.consumed_samples)
@@ -261,28 +262,29 @@ def _mean(sums: dict[str, float]) -> float:
     return sums["loss"] / sums["tokens"] if sums["tokens"] else 0.0
 
 
-def bad_samples(result: StepResult, samples: Sequence[list[int]]) -> dict[int, list[int]]:
+def bad_samples(result: StepResult, samples: Sequence[Tensor]) -> dict[int, list[int]]:
     """{microbatch: sample numbers} of this rank, where the loss is not finite."""
     return {
-        m: samples[m]
+        m: samples[m].tolist()
         for m, total in result.by_microbatch.items()
         if not math.isfinite(total.item())
     }
 
 
 class _Remembered:
-    """Passes microbatches on and keeps their sample numbers, to name those behind a NaN."""
+    """Passes microbatches on and keeps their sample numbers, to name those behind a NaN: where they
+    are, since reading them from a GPU would wait for all that it still computes."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches = batches
-        self.samples: list[list[int]] = []
+        self.samples: list[Tensor] = []
 
     def __iter__(self) -> _Remembered:
         return self
 
     def __next__(self) -> Batch:
         batch = next(self._batches)
-        self.samples.append(batch["sample"].tolist())
+        self.samples.append(batch["sample"])
         return batch
 
 
