@@ -34,6 +34,6 @@ def _adds_to_wider_sum(device: torch.device) -> bool:
     out, a = torch.zeros(16, 16, device=device), torch.zeros(16, 16, device=device).bfloat16()
     try:
         torch.addmm(out, a, a, out_dtype=out.dtype, out=out)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         return False
     return True
