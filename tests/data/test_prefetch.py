@@ -32,8 +32,12 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
+def threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name == "prefetch"}
+
+
 def test_it_reads_ahead_but_only_so_far():
-    made = []
+    made, before = [], threads()
 
     def items():
         for i in range(100):
@@ -46,11 +50,12 @@ def test_it_reads_ahead_but_only_so_far():
     time.sleep(0.25)
     assert len(made) == 5
     reader.close()
-    assert not [t for t in threading.enumerate() if t.name == "prefetch"]
+    assert threads() <= before
 
 
 def test_leaving_early_does_not_hang():
+    before = threads()
     for i in prefetch(iter(range(1000)), depth=1):
         if i == 3:
             break
-    wait_for(lambda: not [t for t in threading.enumerate() if t.name == "prefetch"])
+    wait_for(lambda: threads() <= before)
