@@ -370,11 +370,12 @@ def train(
         stopped = asked()
         if stopped is None and _due(limits.exit_interval, state.iteration):
             stopped = Stopped(f"--exit-interval {limits.exit_interval}", planned=True)
-    if state.iteration >= limits.last_iteration:
+    complete = state.iteration >= limits.last_iteration
+    if complete:
         refuse_in_vain(state, trainer.optimizer.scale)
     if save is not None and saved_at != state.iteration:
         save(state)
-    if state.iteration >= limits.last_iteration:
+    if complete:
         stopped = None
         if valid:
             report_evaluation(trainer, state, valid, limits.eval_iters, reporter, asked)

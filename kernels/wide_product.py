@@ -13,7 +13,10 @@ from torch import Tensor
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
-    """out += a @ b, likewise, or out = a @ b; the sum is never rounded to the operands' type."""
+    """out += a @ b, or out = a @ b where it is fresh; never rounded to the operands' type.
+
+    out [m, n] of the operands' type or a wider one; a [m, k], b [k, n]
+    """
     if fresh and (a.dtype == out.dtype or not a.is_cuda):
         torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
         return
