@@ -8,6 +8,7 @@ writes them. In the folder:
     iter_0000200.tmp/   being written, or left by a crash; the next save removes it
     branch_1/           checkpoints that a run which began at an older step has set aside
     latest              text: the name of the checkpoint to resume from
+    latest.tmp          what `latest` says as soon as that checkpoint is in its place
     .lock               held by the run that saves here
 """
 
@@ -81,11 +82,30 @@ def candidates(directory: Path, step: int | None = None) -> list[Path]:
 
 
 def latest(directory: Path) -> str | None:
-    """What the pointer says; None when there is none that can be read."""
+    """What the pointer says, or was about to say; None when there is none that can be read."""
+    if about_to_be := _next_pointer(directory):
+        return about_to_be
     try:
         return (directory / LATEST).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return None
+
+
+def _next_pointer(directory: Path) -> str | None:
+    """The complete checkpoint that a crash between `publish`'s renames kept from being `latest`.
+
+    A pointer that somebody has written since counts more.
+    """
+    pointer, following = directory / LATEST, directory / f"{LATEST}.tmp"
+    try:
+        text = following.read_text(encoding="utf-8")
+        if pointer.exists() and pointer.stat().st_mtime_ns > following.stat().st_mtime_ns:
+            return None
+    except (OSError, UnicodeDecodeError):
+        return None
+    name = text.strip()
+    whole = text.endswith("\n") and iteration_of(name) is not None
+    return name if whole and (directory / name).is_dir() else None
 
 
 def _complete(directory: Path) -> list[Path]:
@@ -255,7 +275,9 @@ def _held_by(directory: Path) -> str | None:
 
 
 def tidy(directory: Path) -> None:
-    """Removes what crashed saves left, and puts back a checkpoint that was about to be replaced."""
+    """Removes what crashed saves left, and completes a publication that was cut short."""
+    if _next_pointer(directory):
+        (directory / f"{LATEST}.tmp").replace(directory / LATEST)
     for path in sorted(directory.iterdir()):
         if _LITTER.fullmatch(path.name):
             shutil.rmtree(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.checkpoint.directory import candidates
+from core.checkpoint.directory import candidates, saved_iterations
 from core.checkpoint.errors import BrokenCheckpoint, CheckpointError
 from core.checkpoint.index import Index
 from core.checkpoint.reader import Checkpoint, load, open_checkpoint
@@ -53,8 +53,9 @@ def test_killed_at_random_moments_a_whole_checkpoint_is_left(ranks, tmp_path, si
     for trial in range(4):
         args = (size, tmp_path / f"rendezvous{trial}", directory, asynchronous, first)
         processes = [start(rank_that_saves, rank, *args) for rank in range(size)]
-        deadline = time.monotonic() + 30
-        while not (directory / f"iter_{first:07d}").exists() and time.monotonic() < deadline:
+        visible, deadline = directory / f"iter_{first:07d}", time.monotonic() + 120
+        while not visible.exists():
+            assert time.monotonic() < deadline, f"nothing was saved: {names_in(tmp_path)}"
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.1))
         for process in processes:
@@ -77,7 +78,7 @@ def test_killed_at_every_step_of_a_save(ranks, tmp_path, again):
         save(directory, 1, [single("x", torch.full((9,), 1.0))], {"n": 1}, ALONE)
         process = start(save_until, directory, 1 if again else 2, crash_at)
         process.join()
-        assert whole_iteration(directory) in (1, 2)
+        assert whole_iteration(directory) == max(saved_iterations(directory))
         for path in candidates(directory):
             assert list(Checkpoint(path).verify()) == [], "half of one was visible"
         save(directory, 3, [single("x", torch.full((9,), 3.0))], {"n": 3}, ALONE, keep_last=1)

@@ -1,6 +1,7 @@
 """The folder of checkpoints: what is tried in which order, what goes, who may write."""
 
 import errno
+import os
 import subprocess
 import sys
 import tempfile
@@ -120,6 +121,34 @@ def test_tidy_removes_litter_and_restores_what_was_about_to_be_replaced(tmp_path
     folders.tidy(tmp_path)
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["iter_0000001", "iter_0000002", "iter_5.tmp", "mine.tmp"]
+
+
+def test_a_crash_between_the_two_renames_of_publishing_loses_nothing(tmp_path):
+    """The new checkpoint is in its place, the pointer to it is still beside the old one."""
+    make(tmp_path, "iter_0000001", "iter_0000002", latest="iter_0000001\n")
+    (tmp_path / "latest.tmp").write_text("iter_0000002\n")
+    assert order(tmp_path) == ["iter_0000002", "iter_0000001"]
+    assert folders.latest(tmp_path) == "iter_0000002"
+    folders.tidy(tmp_path)
+    assert (tmp_path / "latest").read_text() == "iter_0000002\n"
+    assert not (tmp_path / "latest.tmp").exists()
+
+
+@pytest.mark.parametrize("following", ["iter_0000003\n", "iter_0000002", "", "notes\n"])
+def test_a_pointer_that_does_not_name_a_checkpoint_yet_counts_for_nothing(tmp_path, following):
+    make(tmp_path, "iter_0000001", "iter_0000002", "iter_0000003.tmp", latest="iter_0000001\n")
+    (tmp_path / "latest.tmp").write_text(following)
+    assert order(tmp_path)[0] == "iter_0000001"
+    folders.tidy(tmp_path)
+    assert folders.latest(tmp_path) == "iter_0000001"
+    assert not (tmp_path / "latest.tmp").exists()
+
+
+def test_a_pointer_written_since_the_crash_counts_more(tmp_path):
+    make(tmp_path, "iter_0000001", "iter_0000002", latest="iter_0000001\n")
+    (tmp_path / "latest.tmp").write_text("iter_0000002\n")
+    os.utime(tmp_path / "latest.tmp", (1, 1))
+    assert order(tmp_path) == ["iter_0000001", "iter_0000002"]
 
 
 def test_publishing_never_replaces_another_programs_folder(tmp_path):
