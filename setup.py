@@ -21,5 +21,12 @@ setup(
         "models",
     ],
     install_requires=["numpy", "regex", "torch>=2.9,<2.15"],
-    extras_require={"tokenizer": ["tokenizers"], "plots": ["matplotlib"]},
+    extras_require={
+        "tokenizer": ["tokenizers"],
+        "sentencepiece": ["sentencepiece"],
+        "tiktoken": ["tiktoken"],
+        "parquet": ["pyarrow"],
+        "zst": ["zstandard"],
+        "plots": ["matplotlib"],
+    },
 )

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import importlib
+import io
 import json
 import zlib
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ from data.index_format import DataError
 
 BLOCK_BYTES = 1 << 19
 PARQUET_ROWS = 256
+PARQUET_BUFFER = 1 << 20
+ZSTANDARD_BYTES = 1 << 13  # of the file at a time; repetitive text is a hundred times as long
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 COMPRESSED = (".gz", ".zst")
 
@@ -155,6 +158,8 @@ def _texts(record: object, keys: tuple[str, ...]) -> list[str]:
             known = ", ".join(map(repr, record)) or "none"
             raise ValueError(f"no key {key!r} (--json-keys); it has {known}")
         text = record[key]
+        if isinstance(text, bytes):  # a Parquet column that does not say it is text, or is not
+            text = text.decode("utf-8")
         if not isinstance(text, str):
             raise ValueError(f"key {key!r} holds {type(text).__name__}, not text")
         try:
@@ -171,7 +176,8 @@ def _texts(record: object, keys: tuple[str, ...]) -> list[str]:
 def _read_rows(path: str, keys: tuple[str, ...], start: Place) -> Iterator[Block]:
     parquet = _package("pyarrow.parquet", path)
     try:
-        file = parquet.ParquetFile(path)
+        # buffered without reading ahead, or a whole row group of the file would be in memory
+        file = parquet.ParquetFile(path, buffer_size=PARQUET_BUFFER, pre_buffer=False)
     except Exception as error:  # pyarrow's errors share no class of their own
         raise DataError(f"{path} is not a Parquet file: {error}") from None
     with file:
@@ -180,12 +186,37 @@ def _read_rows(path: str, keys: tuple[str, ...], start: Place) -> Iterator[Block
             known = ", ".join(file.schema_arrow.names)
             raise DataError(f"{path} has no column {missing[0]!r} (--json-keys); it has {known}")
         size, total, row = Path(path).stat().st_size, file.metadata.num_rows, 0
-        for batch in file.iter_batches(PARQUET_ROWS, columns=list(keys)):
-            rows = batch.to_pylist()
+        for batch in _batches(file, path, keys):
+            rows = _rows(batch)
             row += len(rows)
             if row > start.offset:
                 first = row - len(rows) + 1
                 yield Block(path, "rows", rows, first, Place(row, row + 1), size * row // total)
+
+
+def _batches(file, path: str, keys: tuple[str, ...]) -> Iterator:
+    try:
+        yield from file.iter_batches(PARQUET_ROWS, columns=list(keys))
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{path} cannot be read to its end, it is damaged: {reason}") from None
+
+
+def _rows(batch) -> list[dict]:
+    """The rows of a pyarrow batch; a text that is not UTF-8 stays bytes, a bad row for
+    parse_block."""
+
+    def value(scalar) -> object:
+        try:
+            return scalar.as_py()
+        except UnicodeDecodeError as error:
+            return error.object
+
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        columns = [[value(scalar) for scalar in column] for column in batch.columns]
+        return [dict(zip(batch.schema.names, values)) for values in zip(*columns)]
 
 
 def _plain_suffix(path: str) -> str:
@@ -201,9 +232,38 @@ def _content(path: str, raw: BinaryIO) -> contextlib.AbstractContextManager[Bina
     if suffix == ".zst":
         with contextlib.suppress(ImportError):
             return importlib.import_module("compression.zstd").ZstdFile(raw)
-        decompressor = _package("zstandard", path).ZstdDecompressor()
-        return decompressor.stream_reader(raw, read_across_frames=True, closefd=False)
+        return io.BufferedReader(_Zstandard(_package("zstandard", path), raw))
     return contextlib.nullcontext(raw)
+
+
+class _Zstandard(io.RawIOBase):
+    """What a .zst file holds. The package's own reader takes a file that was cut short for a
+    whole one, and refuses what `zstd --long=31` writes."""
+
+    def __init__(self, library, raw: BinaryIO) -> None:
+        self._decompressor = library.ZstdDecompressor(max_window_size=1 << 31)
+        self._raw, self._frame = raw, None
+        self._stored, self._content = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._content:
+            self._stored = self._stored or self._raw.read(ZSTANDARD_BYTES)
+            if not self._stored:
+                if self._frame:
+                    raise EOFError("it ends too early")
+                return 0
+            self._frame = self._frame or self._decompressor.decompressobj()
+            self._content = memoryview(self._frame.decompress(self._stored))
+            self._stored = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+        count = min(len(buffer), len(self._content))
+        buffer[:count] = self._content[:count]
+        self._content = self._content[count:]
+        return count
 
 
 def _skip(file: BinaryIO, path: str, count: int) -> None:

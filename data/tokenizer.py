@@ -181,6 +181,11 @@ class SentencePieceTokenizer(Vocabulary):
             raise DataError(
                 f"--tokenizer-model {path} is not a SentencePiece model: {error}"
             ) from None
+        if begin and self._inner.bos_id() < 0:
+            raise DataError(
+                f"--tokenizer-model {path} has no beginning token for Llama2Tokenizer to put "
+                "before each text; use --tokenizer-type GPTSentencePieceTokenizer"
+            )
         self._begin = begin
         self._source = Path(path)
         self._ids = {self._inner.id_to_piece(i): i for i in range(self._inner.get_piece_size())}
@@ -236,6 +241,13 @@ class TikTokenizer(Vocabulary):
             raise DataError(
                 f"--tokenizer-model {path} is not a tiktoken vocabulary: {error!r}"
             ) from None
+        lost = 256 - len({bytes([i]) for i in range(256)} & ranks.keys())
+        wrong = len(ranks) - len({rank for rank in ranks.values() if rank >= count})
+        if lost or wrong:
+            raise DataError(
+                f"--tokenizer-model {path} with --vocab-size {vocab_size} cannot write every text: "
+                f"{lost} of the 256 bytes have no token, {wrong} ranks are there twice or below 0"
+            )
         names += [f"<SPECIAL_{i}>" for i in range(len(names), count)]
         special = {name: i for i, name in enumerate(names)}
         self._inner = library.Encoding(
@@ -246,15 +258,20 @@ class TikTokenizer(Vocabulary):
         )
         self._source = Path(path)
         self._ids = {token.decode("utf-8", "replace"): i for token, i in ranks.items()} | special
-        self.vocab_size = max(max(ranks.values(), default=0), count - 1) + 1
+        self.vocab_size = max(ranks.values()) + 1
 
     vocab_size: int = 0
 
     def encode(self, text: str) -> list[int]:
-        return self._inner.encode_ordinary(text)
+        try:
+            return self._inner.encode_ordinary(text)
+        except BaseException as error:  # what a panic in Rust becomes is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            raise DataError(f"tiktoken cannot cut the text into tokens: {error}") from None
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return self._inner.encode_ordinary_batch(texts, num_threads=1)
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids) -> str:
         return self._inner.decode(plain(ids))

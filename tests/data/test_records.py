@@ -109,6 +109,32 @@ def test_zstandard(tmp_path):
         texts(tmp_path / "b.jsonl.zst")
 
 
+def test_zstandard_cut_short(tmp_path):
+    """The package's own reader gave what was there and said nothing: the rest of a corpus lost."""
+    path = tmp_path / "a.jsonl.zst"
+    content = zstandard_of(b'{"text": "a"}\n') * 2
+    for missing in (1, 5, len(content) // 2 - 2):
+        path.write_bytes(content[:-missing])
+        with pytest.raises(DataError, match=r"a\.jsonl\.zst cannot be decompressed"):
+            texts(path)
+    path.write_bytes(content + b"no frame")
+    with pytest.raises(DataError, match=r"a\.jsonl\.zst cannot be decompressed"):
+        texts(path)
+
+
+def test_zstandard_of_a_large_corpus(tmp_path):
+    """Blocks of any size, from any place; `zstd --long=31` says that it looks 2 GiB back."""
+    zstandard = pytest.importorskip("zstandard")
+    settings = zstandard.ZstdCompressionParameters(window_log=31)
+    stream = zstandard.ZstdCompressor(compression_params=settings).compressobj()
+    lines = b"".join(b'{"text": "%d"}\n' % i for i in range(40_000))
+    (tmp_path / "a.jsonl.zst").write_bytes(stream.compress(lines) + stream.flush())
+    blocks = list(read_blocks(str(tmp_path / "a.jsonl.zst"), size=1 << 16))
+    assert len(blocks) > 5 and b"".join(block.data for block in blocks) == lines
+    again = read_blocks(str(tmp_path / "a.jsonl.zst"), size=1 << 16, start=blocks[2].end)
+    assert b"".join(block.data for block in again) == lines[blocks[2].end.offset :]
+
+
 def test_parquet(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -126,6 +152,45 @@ def test_parquet(tmp_path):
         list(read_blocks(str(path), ("txt",)))
     path.write_bytes(b"PAR1")
     with pytest.raises(DataError, match="is not a Parquet file"):
+        texts(path)
+
+
+def test_parquet_whose_column_is_not_said_to_be_text(tmp_path):
+    """Old writers store text as bytes; what is no UTF-8 is a bad row and not the end, as either."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    column = pyarrow.array(["é".encode(), b"ok\xff", b"b"], pyarrow.binary())
+    said = pyarrow.Array.from_buffers(pyarrow.string(), 3, column.buffers())
+    for values in (column, said):
+        parquet.write_table(pyarrow.table({"text": values, "n": [1, 2, 3]}), tmp_path / "a.parquet")
+        one, bad, three = texts(tmp_path / "a.parquet")
+        assert (one, three) == (["é"], ["b"])
+        assert "a.parquet line 2: not UTF-8: byte 0xff at column 3" in str(bad)
+
+
+def test_parquet_is_read_in_little_memory(tmp_path):
+    """One row group was held whole, whatever its size."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path, text = tmp_path / "a.parquet", "word " * 200
+    table = pyarrow.table({"text": [f"{i} {text}" for i in range(16_000)]})
+    parquet.write_table(table, path, compression="NONE", use_dictionary=False)
+    del table
+    assert parquet.read_metadata(path).num_row_groups == 1 and path.stat().st_size > 16e6
+    before = pyarrow.total_allocated_bytes()
+    most = max(pyarrow.total_allocated_bytes() - before for _ in read_blocks(str(path)))
+    assert most < 8e6
+
+
+def test_damaged_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": [f"row {i}" for i in range(600)]}), path)
+    content = bytearray(path.read_bytes())
+    content[4:40] = bytes(byte ^ 0xFF for byte in content[4:40])
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read to its end, it is damaged: \w"):
         texts(path)
 
 

@@ -235,14 +235,32 @@ def test_sentencepiece(tmp_path):
         build_tokenizer("Llama2Tokenizer", tokenizer_model=str(tmp_path / "no.model"))
 
 
+def test_llama_needs_a_beginning_token(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (tmp_path / "text").write_text("the cat sat on the mat\n" * 50)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=20,
+        model_type="bpe",
+        bos_id=-1,
+    )
+    with pytest.raises(DataError, match=r"no beginning token .* GPTSentencePieceTokenizer"):
+        build_tokenizer("Llama2Tokenizer", tokenizer_model=str(tmp_path / "m.model"))
+    plain = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=str(tmp_path / "m.model"))
+    assert plain.decode(plain.encode("the cat")) == "the cat"
+
+
+def tiktoken_rows(pieces=(b"th", b"the", b" the")):
+    return [
+        {"rank": i, "token_bytes": base64.b64encode(p).decode(), "token_str": repr(p)}
+        for i, p in enumerate([*(bytes([i]) for i in range(256)), *pieces])
+    ]
+
+
 def test_tiktoken(tmp_path):
     pytest.importorskip("tiktoken")
-    pieces = [bytes([i]) for i in range(256)] + [b"th", b"the", b" the"]
-    rows = [
-        {"rank": i, "token_bytes": base64.b64encode(p).decode(), "token_str": repr(p)}
-        for i, p in enumerate(pieces)
-    ]
-    (tmp_path / "v.json").write_text(json.dumps(rows))
+    (tmp_path / "v.json").write_text(json.dumps(tiktoken_rows()))
     flags = {"tokenizer_model": str(tmp_path / "v.json"), "tiktoken_num_special_tokens": 10}
     tokenizer = build_tokenizer("TikTokenizer", **flags)
     assert tokenizer.encode("the the") == [10 + 257, 10 + 258]
@@ -250,8 +268,32 @@ def test_tiktoken(tmp_path):
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
     assert (tokenizer.eod, tokenizer.vocab_size) == (2, 10 + 259)
     assert 2 not in tokenizer.encode("</s>")
-    with pytest.raises(DataError, match="--tiktoken-pattern v3"):
+    with pytest.raises(DataError, match=r"--tiktoken-pattern v3"):
         build_tokenizer("TikTokenizer", **flags, tiktoken_pattern="v3")
     (tmp_path / "v.json").write_text('{"a": 1}')
-    with pytest.raises(DataError, match="not a tiktoken vocabulary"):
+    with pytest.raises(DataError, match=r"not a tiktoken vocabulary"):
         build_tokenizer("TikTokenizer", **flags)
+
+
+def test_a_tiktoken_vocabulary_that_cannot_write_every_text(tmp_path):
+    """Each of these made the Rust side panic, which no `except Exception` sees."""
+    pytest.importorskip("tiktoken")
+    path, rows = tmp_path / "v.json", tiktoken_rows()
+    flags = {"tokenizer_model": str(path), "tiktoken_num_special_tokens": 10}
+    path.write_text(json.dumps(rows))
+    with pytest.raises(DataError, match=r"--vocab-size 200 cannot .*: 66 of the 256 bytes have"):
+        build_tokenizer("TikTokenizer", **flags, vocab_size=200)
+    for rank in (7, -1):
+        path.write_text(json.dumps([*rows[:-1], rows[-1] | {"rank": rank}]))
+        with pytest.raises(DataError, match=r"0 of the 256 .* 1 ranks are there twice or below 0"):
+            build_tokenizer("TikTokenizer", **flags)
+
+
+def test_a_text_that_tiktoken_cannot_cut(tmp_path):
+    """Its pattern needs a stack as deep as the spaces are many."""
+    pytest.importorskip("tiktoken")
+    (tmp_path / "v.json").write_text(json.dumps(tiktoken_rows()))
+    tokenizer = build_tokenizer("TikTokenizer", tokenizer_model=str(tmp_path / "v.json"))
+    with pytest.raises(DataError, match=r"tiktoken cannot cut the text into tokens: .*StackOver"):
+        tokenizer.encode_batch(["fine", " " * 1_000_000])
+    assert tokenizer.encode("fine")
