@@ -4,9 +4,10 @@
     python scripts/convert_hf.py export SAVE_DIR HF_DIR [--step N] [--dtype bfloat16]
 
 HF_DIR holds config.json, safetensors (one file, or shards with their index) and perhaps tokenizer
-files. What is read back in with `--load SAVE_DIR --finetune` runs at any layout, and a checkpoint
-written by any layout is exported; import and export are each other's inverse, bit for bit. The
-model is never whole in memory but for --check-logits, which compares with transformers.
+files and generation_config.json, which travel as they are. What is read back in with
+`--load SAVE_DIR --finetune` runs at any layout, and a checkpoint written by any layout is exported;
+import and export are each other's inverse, bit for bit. The model is never whole in memory but for
+--check-logits, which compares with transformers.
 
 Supported: gpt2, llama (grouped queries, rope scaling, tied or not) and bert. Exit code 2 and one
 message with every reason for what cannot be converted; nothing is left behind then. hf_layout.py
@@ -52,6 +53,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja"),
 )
+GENERATION_FILES = ("generation_config.json",)
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 UNTIED = "untie_embeddings_and_output_weights"
 
@@ -122,7 +124,7 @@ def import_model(args: argparse.Namespace) -> str:
     dtype = dtype_named(args.dtype) if args.dtype else None
     pieces = [joined(source, rule, dtype) for rule in rules]
     path = save(args.target, 0, pieces, meta, Group.single("world"))
-    copy_tokenizer(args.source, args.target / "tokenizer")
+    copy_files([args.source], args.target / "tokenizer")
     flags = " ".join(to_argv(config))
     recipe = "pretrain_bert.py" if isinstance(config, BertConfig) else "pretrain_gpt.py"
     print(f"train on with: python {recipe} --load {args.target} --finetune {flags} ...")
@@ -186,8 +188,7 @@ def export_model(args: argparse.Namespace) -> str:
     try:
         size = write_shards(partial_folder, tensors, int(args.max_shard_size * 1e9))
         write_json(partial_folder / "config.json", described | {"dtype": dtype_text(tensors)})
-        for folder in tokenizer_folders(args, checkpoint):
-            copy_tokenizer(folder, partial_folder)
+        copy_files(tokenizer_folders(args, checkpoint), partial_folder)
         if args.target.exists():
             args.target.rmdir()
         os.replace(partial_folder, args.target)
@@ -274,25 +275,26 @@ def token_ids_of(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, 
 
 
 def tokenizer_folders(args: argparse.Namespace, checkpoint: Checkpoint) -> list[Path]:
-    """Where the tokenizer's files are: as given, as imported, or as the run was given them."""
-    if args.tokenizer:
-        if not args.tokenizer.is_dir():
-            raise Unsupported(f"--tokenizer {args.tokenizer} is not a folder")
-        return [args.tokenizer]
+    """Where the tokenizer's files may be: as given, as imported, or as the run was given them."""
+    if args.tokenizer and not args.tokenizer.is_dir():
+        raise Unsupported(f"--tokenizer {args.tokenizer} is not a folder")
+    given = [args.tokenizer] if args.tokenizer else []
     data = checkpoint.meta["config"].get("data") or {}
     named = [data.get(key) for key in ("tokenizer_model", "vocab_file", "merge_file")]
     places = [checkpoint.path.parent / "tokenizer", *(Path(name) for name in named if name)]
-    return [place if place.is_dir() else place.parent for place in places if place.exists()][:1]
+    return given + [p if p.is_dir() else p.parent for p in places if p.exists()]
 
 
 # ---- both ------------------------------------------------------------------------------------
 
 
-def copy_tokenizer(source: Path, target: Path) -> None:
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
+def copy_files(folders: list[Path], target: Path) -> None:
+    """The first tokenizer that one of the folders has, and the first generation_config.json."""
+    for names in (TOKENIZER_FILES, GENERATION_FILES):
+        found = ([f / name for name in names if (f / name).is_file()] for f in folders)
+        for path in next(filter(None, found), ()):
             target.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source / name, target / name)
+            shutil.copyfile(path, target / path.name)
 
 
 def write_json(path: Path, value: dict) -> None:

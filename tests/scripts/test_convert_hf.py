@@ -112,9 +112,7 @@ def logits_at_tp(world, directory, tokens):
     grid = ProcessGrid.build(RankGrid(tp=world.size), world)
     (stage,) = build_stages(config, grid, micro_batch_size=1, sequence_parallel=False, seed=0)
     for name, p in stage.named_parameters():
-        checkpoint.fill(
-            shard_pieces(f"model/{name}", p, shard_of(p), grid.tp.rank, grid.tp.size)
-        )
+        checkpoint.fill(shard_pieces(f"model/{name}", p, shard_of(p), grid.tp.rank, grid.tp.size))
     positions = torch.arange(tokens.shape[1]).expand(1, -1)
     batch = {"tokens": tokens, "position_ids": positions, "sample": torch.zeros(1, dtype=int)}
     with torch.no_grad():
@@ -156,11 +154,35 @@ def test_rounding_on_request_and_the_dtype_is_said(tmp_path):
 def test_tokenizer_files_travel(tmp_path):
     write_theirs(tmp_path / "hf", GPT2)
     (tmp_path / "hf" / "tokenizer.json").write_text('{"kept": 1}')
+    (tmp_path / "hf" / "generation_config.json").write_text('{"top_k": 7}')
     (tmp_path / "hf" / "evil.py").write_text("")
     main(["import", str(tmp_path / "hf"), str(tmp_path / "ours")])
     main(["export", str(tmp_path / "ours"), str(tmp_path / "out")])
-    names = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert names == ["config.json", "model.safetensors", "tokenizer.json"]
+    kept = {path.name: path.read_text() for path in (tmp_path / "out").glob("*.json")}
+    assert set(kept) == {"config.json", "generation_config.json", "tokenizer.json"}
+    assert (kept["generation_config.json"], kept["tokenizer.json"]) == (
+        '{"top_k": 7}',
+        '{"kept": 1}',
+    )
+    assert not list((tmp_path / "out").glob("*.py"))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_generation_config_beside_another_tokenizer(tmp_path, own):
+    """--tokenizer replaces the tokenizer's files as a whole, generation_config.json only by its."""
+    write_theirs(tmp_path / "hf", GPT2)
+    (tmp_path / "hf" / "generation_config.json").write_text('{"top_k": 7}')
+    (tmp_path / "hf" / "vocab.json").write_text("{}")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.json").write_text("{}")
+    if own:
+        (other / "generation_config.json").write_text('{"top_k": 8}')
+    main(["import", str(tmp_path / "hf"), str(tmp_path / "ours")])
+    out = tmp_path / "out"
+    main(["export", str(tmp_path / "ours"), str(out), "--tokenizer", str(other)])
+    assert json.loads((out / "generation_config.json").read_text()) == {"top_k": 7 + own}
+    assert (out / "tokenizer.json").exists() and not (out / "vocab.json").exists()
 
 
 def test_the_model_is_never_whole_in_memory(tmp_path, monkeypatch):
