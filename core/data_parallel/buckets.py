@@ -16,6 +16,7 @@ Imports core.comm. Read layout.py first; ddp.py decides when.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,8 @@ class BucketMemory:
     kept         my part of params       reduced  my part of the gradients' sums over dp
     mine         (start, stop) of my part; all of the bucket where nothing is sharded
     dtype        of gradient sums        message  of gradients between ranks
-    on_complete  is told when every parameter has had its gradient since `expect`
+    on_complete  is told when autograd has been through every parameter since `expect`
+    defer        takes what is to be done with gradients that a split backward leaves for later
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class BucketMemory:
             self._allocate()
             self.reduced = self.grads[start:stop]
         self.on_complete: Callable[[BucketMemory], None] | None = None
+        self.defer: Callable[[Callable[[], object]], object] = _at_once
         self._gathering: Pending | None = None
         self._reducing: Pending | None = None
         self.release()
@@ -140,6 +143,10 @@ class BucketMemory:
         slot, fresh = self.bucket.slots[place], self._fresh[place]
         self._fresh[place] = False
         return self.grads[slot.start : slot.stop].view(slot.shape), fresh
+
+    def add(self, place: int, gradient: Tensor) -> None:
+        view, fresh = self.target(place)
+        view.copy_(gradient) if fresh else view.add_(gradient)
 
     def arrived(self, place: int) -> None:
         """Told of every parameter when autograd is done with its gradient."""
@@ -212,13 +219,17 @@ class BucketMemory:
             self.params.untyped_storage().resize_(0)
 
 
+def _at_once(work: Callable[[], object]) -> None:
+    work()
+
+
 def _arrived(param: FlatParameter) -> None:
-    """After autograd: what it has left in .grad goes to the bucket.
+    """After autograd: what it has left in .grad goes to the bucket; of a split backward at W, where
+    gradients are not kept, so that no bucket's memory is held from I to W.
 
     A hook that held the bucket would be a cycle that no garbage collector sees.
     """
     if param.grad is not None:  # None: a layer has added to main_grad already
-        view, fresh = param.gradient_target()
-        view.copy_(param.grad) if fresh else view.add_(param.grad)
+        param.memory.defer(partial(param.memory.add, param.place, param.grad))
         param.grad = None
     param.memory.arrived(param.place)

@@ -10,7 +10,7 @@ Imports core.comm; buckets.py has the memory, units.py the hooks, config.py the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -58,6 +58,14 @@ def _connect(stage: nn.Module) -> None:
             part.weight_grad, part.bias_grad = add_weight_grad, add_bias_grad
         elif isinstance(part, VocabParallelEmbedding):
             part.weight_grad = add_embedding_grad
+
+
+def _with_weight_grads(stage: Stage, work: Callable[[], object]) -> None:
+    """Do `work` after the weight gradients that this backward has made so far: now, or at W."""
+    if stage.defer is None:
+        work()
+    else:
+        stage.defer(work)
 
 
 # ---- the replicas --------------------------------------------------------------------------------
@@ -135,6 +143,8 @@ class DataParallel:
         self._units += units
         for memory in memories:
             memory.on_complete = partial(self._complete, stage.index, visits)
+            if memory.shards_grads:
+                memory.defer = partial(_with_weight_grads, stage)
 
     # -- gradients ---------------------------------------------------------------------------------
 
@@ -154,17 +164,24 @@ class DataParallel:
             self._start_rest(memories)
 
     def _complete(self, stage: int, visits: Visits | None, memory: BucketMemory) -> None:
-        """Every parameter of a bucket has its gradient, of this microbatch or of the step."""
+        """Autograd has been through every parameter of a bucket, for a microbatch or for the step.
+
+        Where the backward is split, weight gradients are still to come: the bucket travels with W,
+        once a microbatch as ever, but nobody needs its parameters any more.
+        """
         if memory.shards_grads:
-            memory.start_reduction()
             memory.expect()
-            self._flying.append(memory)
-            while len(self._flying) > (UNDER_WAY if self.overlaps else 0):
-                self._flying.popleft().finish_reduction()
+            memory.defer(partial(self._reduce, memory))
         elif stage in self._armed:
             memory.start_reduction()
         if visits is not None:
             visits.after_backward(memory)
+
+    def _reduce(self, memory: BucketMemory) -> None:
+        memory.start_reduction()
+        self._flying.append(memory)
+        while len(self._flying) > (UNDER_WAY if self.overlaps else 0):
+            self._flying.popleft().finish_reduction()
 
     def _start_rest(self, memories: Sequence[BucketMemory]) -> None:
         for memory in memories:
