@@ -46,6 +46,7 @@ class Failure:
 
     victim   it lost a peer, or failed after another rank had: that one is the cause
     refusal  nothing broke: the input was bad, and the rank has said so
+    stacks   of a hang: the folder into which every rank still writes its stacks, "" for stderr
     """
 
     rank: int
@@ -57,6 +58,7 @@ class Failure:
     traceback: str = ""
     victim: bool = False
     refusal: bool = False
+    stacks: str | None = None
 
     @property
     def headline(self) -> str:

@@ -9,7 +9,7 @@ others wait in one; the one that is furthest behind.
 
 Time in which this process could not look at all does not count: `AwakeClock`.
 
-Pure but for looking at this process's own stacks.
+Pure but for looking at this process's own stacks, and writing them down.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import time
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 # Without a limit given: so many median steps, but at least so many seconds; and always before the
@@ -41,6 +43,7 @@ LOOK = (
 )
 EVENTS = 50  # of the ledger, that a rank answers with
 FRAMES = 6  # of the main thread, that an answer and a report show
+WRITE_WAIT = 1.0  # seconds for stacks to be written; a dead file system may be why a run hangs
 
 
 class AwakeClock:
@@ -167,6 +170,31 @@ def account(answer: Mapping[str, Any]) -> str:
     """What a rank writes down beside its answer: all its stacks, and its last calls."""
     calls = [f"  {group} call {number}: {what}" for group, _, number, what in answer["events"]]
     return "\n".join([all_stacks(), "last collectives, the newest at the end", *calls, ""])
+
+
+def account_file(folder: str | Path, rank: int | str) -> Path:
+    return Path(folder, f"hang.rank{rank}.txt")
+
+
+def write_account(folder: str | Path, rank: int, text: str) -> None:
+    """The folder is made: somebody may have cleaned up. Raises OSError."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    account_file(folder, rank).write_text(text)
+
+
+def write_account_in_time(folder: str | Path, rank: int, text: str) -> bool:
+    """Whether it is there within WRITE_WAIT."""
+    written = threading.Event()
+
+    def write() -> None:
+        with suppress(OSError):
+            write_account(folder, rank, text)
+            written.set()
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(WRITE_WAIT)
+    return written.is_set()
 
 
 def all_stacks() -> str:

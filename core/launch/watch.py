@@ -35,7 +35,15 @@ from typing import Any
 
 from core.launch.bell import Bell, rings
 from core.launch.failure import Failure, Reporter
-from core.launch.hang import AwakeClock, Progress, account, judge
+from core.launch.hang import (
+    AwakeClock,
+    Progress,
+    account,
+    account_file,
+    judge,
+    write_account,
+    write_account_in_time,
+)
 
 BEAT = 1.0
 BEATS_A_SECOND = 2000  # of all ranks together, for the store's sake
@@ -123,6 +131,7 @@ class Watch:
         self._ring_at: dict[str, float] = {}  # by host, on rank 0
         self._over = threading.Event()
         self._answered = 0  # how often the store has answered the pulse
+        self._writing_stacks, self._wrote_stacks = threading.Lock(), False
         self._threads: list[threading.Thread] = []
 
     def start(self) -> Watch:
@@ -196,6 +205,7 @@ class Watch:
         first, me = Failure.from_json(end), self._circle.me
         if (first.rank, first.pid) == (me.rank, me.pid) and self._reporter.is_leaving:
             return  # my own failure, and I am on my way out
+        self._write_stacks(first.stacks)
         self._put_down(first)
         store.add(self._key("gone"), 1)
         self._reporter.yield_to(first)
@@ -277,8 +287,7 @@ class Watch:
         store.set(self._key(f"answer/{question}/{rank}"), json.dumps(answer))
         for folder in self._reporter.folders:
             with suppress(OSError):
-                Path(folder).mkdir(parents=True, exist_ok=True)  # somebody may have cleaned up
-                Path(folder, f"hang.rank{rank}.txt").write_text(account(answer))
+                write_account(folder, rank, account(answer))
         return True
 
     def _check_answers(self, store: Any, asked: bool) -> None:
@@ -302,16 +311,31 @@ class Watch:
             return
         if verdict is not None:
             culprit = everyone[verdict.culprit]
-            report = f"{verdict.report}{self._where_stacks_are()}\n"
-            self._declare(culprit, verdict.cause, report, verdict.step)
+            stacks, where = self._where_stacks_go()
+            report = f"{verdict.report}all threads of every rank{where}\n"
+            self._declare(culprit, verdict.cause, report, verdict.step, stacks)
         elif silent and asked:
             dead = next((process for process in silent if not rings(process.bell)), silent[0])
             self._declare(dead, "died without a word, or is cut off")
 
-    def _where_stacks_are(self) -> str:
-        if kept := self._reporter.lasting_folders:
-            return f"all threads of every rank: {kept[-1]}/hang.rank*.txt"
-        return "--log-dir D keeps the stacks of all threads of every rank, and its last collectives"
+    def _where_stacks_go(self) -> tuple[str | None, str]:
+        """What a Failure says of the stacks of a hung run, and the same in words."""
+        if kept := self._reporter.lasting_folders:  # with every answer
+            return None, f": {account_file(kept[-1], '*')}"
+        if save := self._reporter.status_dir:
+            folder = str(Path(save, time.strftime("hang-%Y%m%d-%H%M%S")))
+            return folder, f": {account_file(folder, '*')}"
+        return "", " are in this output; --save or --log-dir D would keep them in files"
+
+    def _write_stacks(self, stacks: str | None) -> None:
+        """This rank's own, once, now that the run is over because it hangs."""
+        with self._writing_stacks:
+            if stacks is None or self._wrote_stacks:
+                return
+            self._wrote_stacks = True
+            rank, text = self._circle.me.rank, account(self._progress.answer())
+            if not (stacks and write_account_in_time(stacks, rank, text)):
+                print(f"all threads of rank {rank}:\n{text}", file=sys.stderr, flush=True)
 
     def _gather(self, store: Any, question: int) -> dict[int, dict]:
         """The answers by rank, of those ranks that answer in time."""
@@ -361,10 +385,15 @@ class Watch:
         return since
 
     def _declare(
-        self, culprit: Process, cause: str, report: str = "", step: int | None = None
+        self,
+        culprit: Process,
+        cause: str,
+        report: str = "",
+        step: int | None = None,
+        stacks: str | None = None,
     ) -> None:
         """Names another rank as the cause and ends this one."""
-        who = {"host": culprit.host, "pid": culprit.pid, "step": step}
+        who = {"host": culprit.host, "pid": culprit.pid, "step": step, "stacks": stacks}
         failure = Failure(culprit.rank, cause, **who, traceback=report)
         self._reporter.record(failure)
         if report and not self._reporter.parent_tells:
@@ -372,6 +401,7 @@ class Watch:
         # the owner's store is gone, or hangs, unless it is the owner that says so of itself
         if culprit != self._circle.owner or self._owns_store:
             self.announce(failure)
+            self._write_stacks(stacks)
             self.linger()
         self._put_down(failure)
         self._reporter.yield_to(failure)

@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -198,7 +199,47 @@ def test_a_busy_rank_is_named_when_another_has_waited_in_vain(watching, store) -
     watched.ask_around()
     assert reporter.event.wait(30)
     assert reporter.said[0].rank == 1 and "reading or writing data" in reporter.said[0].cause
-    assert "--log-dir D keeps the stacks" in reporter.said[0].traceback
+    assert "--log-dir D would keep them" in reporter.said[0].traceback
+
+
+@pytest.mark.parametrize("place", ["beside the checkpoints", "a file is in the way"])
+def test_every_rank_of_a_hung_run_leaves_its_stacks(watching, tmp_path, capfd, place) -> None:
+    """Without --log-dir too: beside the checkpoints, and where nothing can be written in the
+    output. Who hangs after a week cannot be asked again."""
+    save = tmp_path / "run"
+    save.mkdir() if place == "beside the checkpoints" else save.write_text("")
+    everyone = [here(0), here(1)]
+    watched, reporter = watching(Circle(everyone[0], None, everyone[0], everyone, 2))
+    _, other = watching(Circle(everyone[1], None, None, (), 2))
+    reporter.status_dir = other.status_dir = save
+    usual = {"step": 7, "count": 90, "still": 61.0, "busy": "", "stack": "…", "events": []}
+    answers = {rank: {**usual, "waiting": rank == 0} for rank in (0, 1)}
+    watched._gather = lambda store, question: answers
+    watched._progress.still = lambda: 61.0
+    watched._asked -= 40.0
+    for one in (reporter, other):
+        assert one.event.wait(30)
+        assert (one.said[0].rank, one.said[0].stacks) == (1, reporter.said[0].stacks)
+    (folder,) = {one.said[0].stacks for one in (reporter, other)}
+    assert folder.startswith(f"{save}/hang-")
+    assert f"all threads of every rank: {folder}/hang.rank*.txt" in reporter.said[0].traceback
+    said, name = capfd.readouterr().err, "test_every_rank_of_a_hung_run_leaves_its_stacks"
+    if save.is_dir():
+        written = [Path(folder, f"hang.rank{rank}.txt").read_text() for rank in (0, 1)]
+        assert all(text.count("thread ") > 3 and name in text for text in written)
+        assert "thread MainThread" not in said
+    else:
+        parts = [said.index(f"all threads of rank {rank}:") for rank in (0, 1)]
+        assert all(name in said[part:] for part in parts)
+        assert said.count("thread MainThread") == 2
+
+
+def test_no_stacks_of_a_run_that_did_not_hang(watching, store, tmp_path) -> None:
+    watched, reporter = watching(Circle(here(0), None, here(0), (here(0), here(1)), 2))
+    reporter.status_dir = tmp_path
+    watched.announce(Failure(1, "ValueError: planted"))
+    assert reporter.event.wait(30)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_owner_that_finds_itself_hanging_says_so_to_all(watching, store) -> None:

@@ -220,7 +220,10 @@ def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path, kept) -
     assert "world call 3: rank 0 all_reduce stop float32 x 1; rank 1 has not entered it" in err
     assert "time.sleep(1000)" in err[err.index("rank 1 is here:") :]
     if not kept:  # the parent's own folder is gone
-        assert "--log-dir D keeps the stacks of all threads of every rank" in err
+        assert "all threads of every rank are in this output" in err
+        assert re.search(r"^all threads of rank 0:\n(.*\n)+?.* in all_reduce_", err, re.M)
+        told = err[err.index("[rank 1] all threads of rank 1:") :]
+        assert "[rank 1]     time.sleep(1000)" in told
         return
     assert f"all threads of every rank: {tmp_path}/hang.rank*.txt" in err
     account = (tmp_path / "hang.rank1.txt").read_text()
