@@ -22,6 +22,17 @@ from core.saved_state import pieces
 from core.train import Trainer, TrainingStopped, TrainState
 from core.train_config import CheckpointConfig
 
+# What a run's numbers depend on besides the model's shape and the schedule, by section.
+MAY_DIFFER = {
+    "model": (
+        *("seq_length", "norm_epsilon", "attention_dropout", "hidden_dropout", "label_smoothing"),
+        *("z_loss", "attention_softmax_in_fp32", "fp32_residual_connection", "fp64"),
+    ),
+    "precision": ("bf16", "fp16"),
+    "optimizer": ("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "clip_grad"),
+    "train": ("global_batch_size", "rampup_batch_size", "seed"),
+}
+
 
 @dataclass
 class Checkpoints:
@@ -185,6 +196,7 @@ class Checkpoints:
         if "state" not in meta:
             self.notes.append("it was not written by a run: a start at iteration 0")
             return TrainState()
+        self._say_what_differs(checkpoint)
         state = TrainState.from_json(meta["state"])
         self.data_record = meta.get("data", {})
         if self.config.load_optim:
@@ -193,6 +205,25 @@ class Checkpoints:
         for name in ("schedule", "vocabulary_schedule"):
             self._resume_schedule(name, meta.get(name))
         return state
+
+    def _say_what_differs(self, checkpoint: Checkpoint) -> None:
+        """Settings of the run that wrote it that are others now; the command line's hold."""
+        saved, given = checkpoint.meta["config"], self.record
+        both = [
+            (section, name)
+            for section, names in MAY_DIFFER.items()
+            for name in names
+            if name in saved.get(section, {}) and name in given.get(section, {})
+        ]
+        before, now = ({n: record[s][n] for s, n in both} for record in (saved, given))
+        if lines := differences(before, now):
+            self.notes += ["settings differ; the command line's hold", *lines]
+        if any(before[name] != now[name] for name in ("bf16", "fp16", "fp64") if name in before):
+            stored = checkpoint.dtype(next(n for n in checkpoint.names() if n.startswith("model/")))
+            here = self.trainer.optimizer.parts[0].master.dtype
+            how = "as they are" if here.itemsize >= stored.itemsize else f"rounded to {here}"
+            line = f"its weights and moments, which are {stored}, are taken {how}"
+            self.notes.append(line.replace("torch.", ""))
 
     def _read_weights(self, checkpoint: Checkpoint) -> TrainState:
         """The weights alone, for a start at iteration 0."""
