@@ -79,5 +79,7 @@ def checkpoint_problems(
     """The folders to load from and save to. `model`: its config with the vocabulary filled in."""
     # what a broken shape has no answer to is left out; the rest is said in the same message
     sound = model.vocab_size is not None and not any(model.problems())
-    size = 3 * model.bytes_per_element * sum(parameters(model).values()) if sound else 0
+    moments = 1 if config.optimizer.optimizer == "sgd" else 2
+    arrays = 1 + moments * config.checkpoint.save_optim
+    size = arrays * model.bytes_per_element * sum(parameters(model).values()) if sound else 0
     yield from preflight.problems(config.checkpoint, model.identity() if sound else None, size)

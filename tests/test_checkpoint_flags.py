@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import pretrain_gpt
-from core.checkpoint import files, staging, store
+from core.checkpoint import directory, files, staging, store
 from core.checkpoint.directory import saved_iterations
 from core.checkpoint.errors import CheckpointError, MissingCheckpoint, SaveError
 from core.checkpoint.preflight import problems
@@ -167,6 +168,25 @@ def test_a_full_disk_with_on_failed_save_continue(tmp_path, full_disk, behind, c
     assert saved_iterations(tmp_path / "full") == [4, 1]
     run(*flags, "--save", tmp_path / "whole")
     assert_same_bits(contents(tmp_path / "full"), contents(tmp_path / "whole"))
+
+
+def test_a_disk_without_room_for_a_save(tmp_path, monkeypatch, capsys):
+    """Nothing is written of it; the run goes on or ends, as --on-failed-save says."""
+    free = []
+    monkeypatch.setattr(
+        directory.shutil, "disk_usage", lambda path: SimpleNamespace(free=free.pop(0))
+    )
+    flags = ("--train-iters", 3, "--save-interval", 1, "--keep-last", 1)
+    lack = r"cannot save iteration 2: a checkpoint takes 323\.2 KiB, .* has 1000 bytes free"
+    free += [10**9, 1000, 10**9]
+    run(*flags, "--on-failed-save", "continue", "--save", tmp_path / "on")
+    assert re.search(f"WARNING: training goes on, .* {lack}", capsys.readouterr().err)
+    assert (saved_iterations(tmp_path / "on"), free) == ([3], [])
+    free += [10**9, 1000]
+    with pytest.raises(SaveError, match=lack):
+        run(*flags, "--save", tmp_path / "off")
+    assert saved_iterations(tmp_path / "off") == [1]
+    assert not list((tmp_path / "off").glob("*.tmp"))
 
 
 @pytest.mark.parametrize("behind", [(), ("--async-save",)], ids=["", "async"])
@@ -345,9 +365,7 @@ def test_the_checkpoints_flags_stand_for_those_not_given(wide):
     assert (config.model.seq_length, config.model.hidden_dropout) == (16, 0.0)
     assert list(problems(config.checkpoint, config.model.identity(), 0)) == []
     differ = with_checkpoint_args(pretrain_gpt.RunConfig, [*argv, "--hidden-size", "64"])
-    (said,) = problems(
-        config.checkpoint, parse(pretrain_gpt.RunConfig, differ).model.identity(), 0
-    )
+    (said,) = problems(config.checkpoint, parse(pretrain_gpt.RunConfig, differ).model.identity(), 0)
     assert "--hidden-size: 48 in the checkpoint, 64 given" in said
 
 

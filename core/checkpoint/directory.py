@@ -164,12 +164,19 @@ def problems(directory: Path | str, bytes_needed: int) -> Iterator[str]:
     foreign = [name for name in foreign_files(directory) if name.startswith(("iter_", _TRACKER))]
     if foreign and not _complete(directory):
         yield f"{_foreign_text(directory, foreign)}; choose another folder"
-    free = shutil.disk_usage(existing).free
-    if free < bytes_needed:
-        yield (
-            f"a checkpoint takes {size_text(bytes_needed)}, {existing} has {size_text(free)} free; "
-            "free some space or choose another folder"
-        )
+    if lack := no_room(existing, bytes_needed):
+        yield lack
+
+
+def no_room(directory: Path, bytes_needed: int) -> str:
+    """That a folder's disk cannot take so much, or ""."""
+    free = shutil.disk_usage(directory).free
+    if free >= bytes_needed:
+        return ""
+    return (
+        f"a checkpoint takes {size_text(bytes_needed)}, {directory} has {size_text(free)} free; "
+        "free some space or choose another folder"
+    )
 
 
 def size_text(count: float) -> str:

@@ -115,12 +115,16 @@ class Saver:
         meta    plain JSON; rank 0's is kept
 
         First waits for the save under way; a failure of that one is raised now and nothing is
-        started, so a caller that wants to go on calls again.
+        started, so a caller that wants to go on calls again. Where the disk has no room for the
+        whole, beside all that is there, nothing is written.
         """
         self.wait()
+        what = f"cannot save iteration {iteration}"
+        pieces, needed = self._weighed(pieces, what)
         folder = self.directory / f"{folders.folder_name(iteration)}.tmp"
-        self._on_rank_0(lambda: self._prepare(folder, meta), f"cannot save iteration {iteration}")
-        self._under_way = under_way = _Save(iteration, folder, meta, self.world.rank)
+        under_way = _Save(iteration, folder, meta, self.world.rank, needed)
+        self._on_rank_0(lambda: self._prepare(under_way), what)
+        self._under_way = under_way
         if not self.asynchronous:
             under_way.write(pieces)
             self.wait()
@@ -170,13 +174,29 @@ class Saver:
     def _once_more(self, failed: _Save) -> None:
         """Writes the copies of a save that failed in the background, in this thread."""
         what = f"cannot save iteration {failed.iteration}"
-        self._on_rank_0(lambda: self._prepare(failed.folder, failed.meta), what)
-        self._under_way = _Save(failed.iteration, failed.folder, failed.meta, self.world.rank)
+        self._on_rank_0(lambda: self._prepare(failed), what)
+        self._under_way = _Save(
+            failed.iteration, failed.folder, failed.meta, self.world.rank, failed.needed
+        )
         if failed.copies is None:
             self._under_way.fail(failed.error)
         else:
             self._under_way.write(failed.copies.made())
         self.wait()
+
+    def _weighed(self, pieces: Iterable[Piece], what: str) -> tuple[list[Piece], int]:
+        """This rank's pieces, and the bytes of all ranks'."""
+        failure, size = None, 0
+        try:
+            pieces = list(pieces)
+            size = sum(piece.tensor.numel() * piece.tensor.element_size() for piece in pieces)
+        except Exception as error:  # raised on every rank
+            failure = error
+        told = gather_objects([failure and _text(failure), size], self.world, tag="checkpoint.size")
+        failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(told) if text]
+        if failures:
+            raise SaveError(f"{self.directory}: {what}: {'; '.join(failures)}") from failure
+        return pieces, sum(size for _, size in told)
 
     # ---- rank 0 ---------------------------------------------------------------------------------
 
@@ -196,10 +216,12 @@ class Saver:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = folders.Lock(self.directory)
 
-    def _prepare(self, folder: Path, meta: dict) -> None:
-        json.dumps(meta)
+    def _prepare(self, planned: _Save) -> None:
+        json.dumps(planned.meta)
         folders.tidy(self.directory)
-        folder.mkdir()
+        if lack := folders.no_room(self.directory, planned.needed):
+            raise SaveError(lack)
+        planned.folder.mkdir()
 
     def _settle(self, under_way: _Save, failures: list[str]) -> str:
         """Publishes, or cleans up; returns why the checkpoint is not there, "" when it is."""
@@ -267,6 +289,7 @@ class Saver:
 class _Save:
     """One checkpoint on its way, as one rank sees it.
 
+    needed     bytes of all ranks' tensors
     written    set when this rank's part is on disk, or has failed
     cancelled  set when the ranks' parts will not all come
     error      what went wrong on this rank
@@ -276,6 +299,7 @@ class _Save:
     folder: Path
     meta: dict
     rank: int
+    needed: int
     copies: Copies | None = None
     written: threading.Event = field(default_factory=threading.Event)
     cancelled: threading.Event = field(default_factory=threading.Event)

@@ -3,12 +3,14 @@
 import json
 import os
 import tracemalloc
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from core.checkpoint import directory as folders
 from core.checkpoint import files
 from core.checkpoint.errors import CheckpointError, MissingCheckpoint, SaveError
 from core.checkpoint.pieces import Piece
@@ -278,6 +280,58 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(ranks, tmp_path, asynchronou
     assert told[0] == told[1]
     assert "iteration 2 was not saved" in told[0] and "rank 1: OSError" in told[0]
     assert names_in(tmp_path) == [".lock", "iter_0000001", "iter_0000003", "latest"]
+
+
+def save_with_room_for(world, directory, free, asynchronous):
+    """What each save said; the disk has that many bytes free."""
+    real, told = folders.shutil.disk_usage, []
+    with Saver(directory, world, asynchronous=asynchronous, keep_last=1) as saver:
+        try:
+            for iteration, room in enumerate(free, start=1):
+                folders.shutil.disk_usage = lambda path, room=room: SimpleNamespace(free=room)
+                try:
+                    saver.save(iteration, owned(world.rank, world.size), {})
+                    saver.wait()
+                    told.append("")
+                except SaveError as error:
+                    told.append(str(error))
+        finally:
+            folders.shutil.disk_usage = real
+    return told
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_that_would_not_fit_writes_nothing(ranks, tmp_path, asynchronous):
+    """The new one stands beside the old one for a moment, so what --keep-last frees counts not."""
+    pieces = [piece for rank in range(2) for piece in owned(rank, 2)]
+    needed = sum(piece.tensor.numel() * piece.tensor.element_size() for piece in pieces)
+    room = (needed, needed - 1, 0)
+    first, second = ranks.run(save_with_room_for, tmp_path, room, asynchronous, size=2)
+    assert first == second and first[0] == ""
+    for iteration, text in enumerate(first[1:], start=2):
+        assert text == (
+            f"{tmp_path}: cannot save iteration {iteration}: a checkpoint takes "
+            f"{folders.size_text(needed)}, {tmp_path} has {folders.size_text(room[iteration - 1])} "
+            "free; free some space or choose another folder"
+        )
+    assert names_in(tmp_path) == [".lock", "iter_0000001", "latest"]
+
+
+def pieces_fail_on_rank_1(world, directory):
+    def mine():
+        yield from owned(world.rank, world.size)
+        if world.rank == 1:
+            raise RuntimeError("planted")
+
+    try:
+        save(directory, 1, mine(), {}, world)
+    except SaveError as error:
+        return str(error)
+
+
+def test_a_rank_that_cannot_say_what_it_saves_is_told_to_all(ranks, tmp_path):
+    first, second = ranks.run(pieces_fail_on_rank_1, tmp_path, size=2)
+    assert first == second == f"{tmp_path}: cannot save iteration 1: rank 1: RuntimeError: planted"
 
 
 def save_twice_the_same(world, directory):
