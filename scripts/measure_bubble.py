@@ -4,21 +4,26 @@
     python scripts/measure_bubble.py
     python scripts/measure_bubble.py --pp 4 --microbatches 8 --unit 0.1 --schedule zb_h1
 
+Exit code 1 if a schedule's bubble is more than 5 % off the plan's, 2 for bad input.
+
 Every action of a stage sleeps as long as the plan says (a forward of all chunks together one unit,
 a backward two), so cores do not matter; plan, executor, transfers and log are the real ones. The
 bubble is the share of ranks x time in which no rank computes, of the best of three steps: whatever
-else a machine does can only add to it.
+else a machine does can only add to it. A schedule that misses the bar is measured again, in up to
+--rounds rounds, of which the best counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,16 +39,23 @@ from core.pipeline_parallel.simulate import UNIT, simulate
 from core.pipeline_parallel.stage import Batch, Loss, Stage, WireSpec
 from tests.ranks import RankPool
 
-STEPS = 3
+STEPS, ROUNDS = 3, 3
+BAR = 0.05  # of the plan's bubble
 CASES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb_h1", 1))
 
 
 class Sleeper(Stage):
     """A stage that takes `unit` seconds for a forward, and does nothing."""
 
-    def __init__(self, index: int, count: int, unit: float) -> None:
+    def __init__(
+        self,
+        index: int,
+        count: int,
+        unit: float,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
         super().__init__(index, count, WireSpec((1, 1, 64), torch.float32))
-        self.unit = unit
+        self.unit, self.sleep = unit, sleep
 
     def compute(self, batch: Batch, activation: Tensor | None) -> Tensor | Loss:
         x = torch.zeros(self.wire.shape, requires_grad=True) if self.is_first else activation
@@ -63,7 +75,7 @@ class Sleeper(Stage):
         super().weight_grad_step(microbatch)
 
     def _sleep(self, op: Op) -> None:
-        time.sleep(UNIT[op] * self.unit)
+        self.sleep(UNIT[op] * self.unit)
 
 
 def run_steps(world: Group, plan: Plan, unit: float, folder: str) -> None:
@@ -90,7 +102,61 @@ def bubbles(
         return min(log.bubble for log in logs), simulate(plan).bubble
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+class Row(NamedTuple):
+    """One round of one schedule."""
+
+    schedule: str
+    chunks: int
+    found: float
+    planned: float
+
+    @property
+    def ratio(self) -> float:
+        return self.found / self.planned
+
+    @property
+    def holds(self) -> bool:
+        return abs(self.ratio - 1) <= BAR
+
+    def __str__(self) -> str:
+        return (
+            f"{self.schedule:<12} {self.chunks:>6} {self.found:>9.4f} {self.planned:>7.4f} "
+            f"{self.ratio:>6.3f}  {'holds' if self.holds else 'MISSES'}"
+        )
+
+
+def best_of(rows: Sequence[Row]) -> list[Row]:
+    """Of each schedule the round that comes nearest to its plan, in the order of the schedules."""
+    best: dict[tuple[str, int], Row] = {}
+    for row in rows:
+        key = row.schedule, row.chunks
+        if key not in best or abs(row.ratio - 1) < abs(best[key].ratio - 1):
+            best[key] = row
+    return list(best.values())
+
+
+def verdict(rows: Sequence[Row]) -> int:
+    """The exit code: 1 if a schedule misses the bar in every one of its rounds, or none was run."""
+    return 0 if rows and all(row.holds for row in best_of(rows)) else 1
+
+
+def measure(
+    pool: RankPool, cases: Sequence[tuple[str, int]], args: argparse.Namespace
+) -> list[Row]:
+    """Prints a row per round and returns all of them."""
+    rows: list[Row] = []
+    print(f"{'schedule':<12} {'chunks':>6} {'measured':>9} {'plan':>7} {'ratio':>6}")
+    for schedule, chunks in cases:
+        for _ in range(args.rounds):
+            size = (args.pp, args.microbatches, chunks)
+            rows.append(Row(schedule, chunks, *bubbles(pool, schedule, *size, args.unit)))
+            print(rows[-1], flush=True)
+            if rows[-1].holds:
+                break
+    return rows
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -98,19 +164,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--unit", type=float, default=0.3, help="seconds of a rank's forward")
     parser.add_argument("--schedule", help="one of them", choices=sorted({s for s, _ in CASES}))
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="at most, for each schedule")
     args = parser.parse_args(argv)
+    if args.pp < 2:
+        parser.error(f"--pp {args.pp}: one rank has no bubble; use 2 or more")
+    for flag in ("microbatches", "rounds"):
+        if (value := getattr(args, flag)) < 1:
+            parser.error(f"--{flag} {value}: use 1 or more")
+    if not 0 < args.unit < math.inf:
+        parser.error(f"--unit {args.unit:g}: use seconds above 0, such as 0.3")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    cases = [case for case in CASES if args.schedule in (None, case[0])]
     pool = RankPool()
-    print(f"{'schedule':<12} {'chunks':>6} {'measured':>9} {'plan':>7} {'ratio':>6}")
     try:
-        for schedule, chunks in CASES:
-            if args.schedule in (None, schedule):
-                size = (args.pp, args.microbatches, chunks)
-                found, planned = bubbles(pool, schedule, *size, args.unit)
-                ratio = found / planned
-                print(f"{schedule:<12} {chunks:>6} {found:>9.4f} {planned:>7.4f} {ratio:>6.3f}")
+        rows = measure(pool, cases, args)
     finally:
         pool.close()
-    return 0
+    best = best_of(rows)
+    wrong = [f"{row.schedule} x {row.chunks}" for row in best if not row.holds]
+    print(
+        f"bar: a bubble within {BAR:.0%} of the plan's, best of up to {args.rounds} rounds; "
+        f"{len(best) - len(wrong)} of {len(best)} schedules hold"
+        + (f", missed by {', '.join(wrong)}" if wrong else "")
+    )
+    return verdict(rows)
 
 
 if __name__ == "__main__":
