@@ -191,6 +191,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{len(best) - len(wrong)} of {len(best)} schedules hold"
         + (f", missed by {', '.join(wrong)}" if wrong else "")
     )
+    if wrong:
+        print(
+            "a busy machine adds to every bubble, the less the longer the sleeps: try --unit "
+            f"{2 * args.unit:g} or more --rounds before you blame the code"
+        )
     return verdict(rows)
 
 

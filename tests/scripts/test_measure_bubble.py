@@ -58,6 +58,7 @@ def test_a_schedule_that_misses_is_measured_again(monkeypatch, capsys, found, ro
     assert out.count("\n1f1b ") == rounds
     assert "bar: a bubble within 5% of the plan's" in out and said in out
     assert out.count("MISSES") == rounds - 1 + code
+    assert ("try --unit 0.6 or more --rounds" in out) == (code == 1)
 
 
 @pytest.mark.parametrize(
