@@ -13,12 +13,13 @@ import importlib
 import os
 import signal
 import sys
-import time
+import threading
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pretrain_gpt
+from core.launch.signals import StopSignal
 
 WORDS = "PHALANX_PREEMPT"
 MOMENTS = {  # what is called then: module, class or "", function; and the first argument it needs
@@ -28,7 +29,7 @@ MOMENTS = {  # what is called then: module, class or "", function; and the first
     "save": ("core.checkpoint.store", "", "_write_tensors", {}),
     "asynchronous save": ("core.checkpoint.store", "", "_write_tensors", {}),
 }
-IN_FLIGHT = 0.05  # seconds, for a signal to make its way through the parent
+IN_FLIGHT = 60.0  # seconds that a signal may take to make its way through the parent
 
 
 def preempt_at(moment: str, name: str, target: str, call: int) -> None:
@@ -37,6 +38,13 @@ def preempt_at(moment: str, name: str, target: str, call: int) -> None:
     holder = importlib.import_module(module)
     holder = getattr(holder, owner) if owner else holder
     original, calls = getattr(holder, function), 0
+    heard, request = threading.Event(), StopSignal.request
+
+    def hear(self: StopSignal, reason: str) -> None:
+        request(self, reason)
+        heard.set()
+
+    StopSignal.request = hear
 
     @functools.wraps(original)
     def wrapped(*args: object, **kwargs: object) -> object:
@@ -45,7 +53,7 @@ def preempt_at(moment: str, name: str, target: str, call: int) -> None:
         if calls == call:
             calls += 1
             os.kill(os.getppid() if target == "all" else os.getpid(), signal.Signals[name])
-            time.sleep(IN_FLIGHT)
+            heard.wait(IN_FLIGHT)
         return original(*args, **kwargs)
 
     setattr(holder, function, wrapped)

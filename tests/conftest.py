@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 with contextlib.suppress(ImportError):
     import triton  # noqa: F401 - before kernels.gpu, which else leaves it alone without CUDA
@@ -13,6 +14,12 @@ from tests.ranks import RankPool
 
 # Before torch is imported: what its stores have to say about connections that tests cut.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# An example may take as long as the machine makes it; and the examples are the same each time, so
+# that what a change is judged by is the change.
+settings.register_profile(
+    "here", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("here")
 # Tests multiply small matrices: two threads would spend three times the CPU waiting for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -29,7 +29,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 # Seconds. GRACE: for the others to answer once a rank has failed. CLEANUP: to leave a run's groups.
-LIMIT, GRACE, CLEANUP, ASK = 60.0, 0.5, 5.0, 2.0
+# DYING: for the exit code of a process that has closed its pipe.
+LIMIT, GRACE, CLEANUP, ASK, DYING = 180.0, 0.5, 5.0, 20.0, 60.0
 SILENT = "gave no answer"
 
 
@@ -141,7 +142,7 @@ class _Worker:
         try:
             return self.pipe.recv()
         except (EOFError, OSError):
-            self.process.join(CLEANUP)
+            self.process.join(DYING)
             # dated before all others: they heard of its end before this process did
             return Answer(0.0, story=f"died with exit code {self.process.exitcode}")
 

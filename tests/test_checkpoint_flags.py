@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,6 +225,21 @@ def slow_disk(monkeypatch):
     monkeypatch.setattr(files, "write_file", write)
 
 
+@pytest.fixture
+def stuck_disk(monkeypatch):
+    """Writing does not end before the test."""
+    monkeypatch.setattr(store, "PATIENCE", 0.05)
+    write_file, go = files.write_file, threading.Event()
+
+    def write(*args):
+        go.wait(120)
+        return write_file(*args)
+
+    monkeypatch.setattr(files, "write_file", write)
+    yield
+    go.set()
+
+
 def stop_at_3(monkeypatch, error):
     """The third step fails, after the save of the second has begun."""
     train_step = Trainer.train_step
@@ -255,7 +271,7 @@ def test_a_nan_is_told_first_when_that_save_fails_too(tmp_path, full_disk, monke
     assert "iteration 2 was not saved" in str(raised.value.__cause__)
 
 
-def test_an_error_of_one_rank_waits_for_nobody(tmp_path, slow_disk, monkeypatch):
+def test_an_error_of_one_rank_waits_for_nobody(tmp_path, stuck_disk, monkeypatch):
     stop_at_3(monkeypatch, ZeroDivisionError("planted"))
     with pytest.raises(ZeroDivisionError):
         run(*BEHIND, "--save", tmp_path)
@@ -430,8 +446,8 @@ def test_a_second_job_in_the_folder_is_refused_before_it_starts(tmp_path):
     command = [sys.executable, "pretrain_gpt.py", *TINY, *map(str, long)]
     first = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
     try:
-        while "iteration " not in first.stdout.readline():
-            pass
+        while "iteration " not in (line := first.stdout.readline()):
+            assert line, "it ended before its first step"
         status = (tmp_path / "run" / "status.json").read_text()
         second = program(*TINY, *long)
         assert second.returncode == 2

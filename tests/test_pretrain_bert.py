@@ -149,7 +149,7 @@ def preprocessed(folder: Path, name: str, documents: list[str], vocab: Path) -> 
     command = [sys.executable, ROOT / "scripts" / "preprocess_data.py", "--input", source]
     command += ["--output-prefix", folder / name, "--vocab-file", vocab, "--split-sentences"]
     command += ["--tokenizer-type", "BertWordPieceLowerCase", "--workers", "1"]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
     return folder / f"{name}_text_sentence"
 
 
@@ -266,7 +266,7 @@ def test_the_cache_flag_of_gpt_has_no_effect():
 
 def test_help_needs_no_torch_and_a_run_starts(tmp_path):
     python = [sys.executable, "-W", "error"]
-    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60}
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 120}
     timed = [*python, "-X", "importtime", "pretrain_bert.py", "--help"]
     done = subprocess.run(timed, **options)
     assert done.returncode == 0

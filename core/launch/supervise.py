@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from core.launch.failure import Failure, describe_exit, read_failures
 from core.launch.place import PARENT, LaunchError, Place
@@ -30,6 +30,9 @@ STOPPED = 85
 GOOD_EXITS = (0, STOPPED)
 # Seconds: for exits that belong together to be seen; from TERM to KILL; for the last output.
 SETTLE, TERM_WAIT, DRAIN = 0.3, 5.0, 2.0
+# Seconds between two looks. Waits are counted in looks: after a clock's the machine may have stood
+# still, and nobody has had the time.
+LOOK = 0.02
 LAST_WORDS = 60  # lines kept of each rank
 FORWARDED = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
 
@@ -58,19 +61,22 @@ def supervise(place: Place, argv: Sequence[str], program: Sequence[str] | None =
     """
     nproc = place.children if place.children > 0 else _count_gpus()
     command = [*(program or _this_program()), *argv]
+    children: list[Child] = []
+    early: list[int] = []
     with tempfile.TemporaryDirectory(prefix="phalanx-") as records:
-        children = _start(nproc, command, records)
-        exits: queue.Queue[Child] = queue.Queue()
-        pumps = [threading.Thread(target=_pump, args=(child,), daemon=True) for child in children]
-        waits = [
-            threading.Thread(target=_wait, args=(child, exits), daemon=True) for child in children
-        ]
-        with _forward_signals(children) as received:
+        with _forward_signals(children, early) as received:
+            children += _start(nproc, command, records)
+            for number in early:
+                _signal_all(children, number)
+            exits: queue.Queue[Child] = queue.Queue()
+            pumps = [threading.Thread(target=_pump, args=(one,), daemon=True) for one in children]
+            waits = [
+                threading.Thread(target=_wait, args=(one, exits), daemon=True) for one in children
+            ]
             for thread in (*pumps, *waits):
                 thread.start()
             ended_by_us = _outlive(children, exits, records)
-        for pump in pumps:
-            pump.join(DRAIN)
+        _drain(pumps)
         return _conclude(children, ended_by_us, read_failures(records), received)
 
 
@@ -162,21 +168,35 @@ def _wait(child: Child, exits: queue.Queue[Child]) -> None:
     exits.put(child)
 
 
+def _drain(pumps: list[threading.Thread]) -> None:
+    """Lets the last output through; not for ever, since a rank's own child may keep a pipe open."""
+    for _ in range(round(DRAIN / LOOK)):
+        if not any(pump.is_alive() for pump in pumps):
+            return
+        time.sleep(LOOK)
+
+
+def _signal_all(children: list[Child], number: int) -> None:
+    for child in children:
+        if child.code is None:
+            child.process.send_signal(number)
+
+
 @contextmanager
-def _forward_signals(children: list[Child]) -> Iterator[list[int]]:
+def _forward_signals(children: list[Child], early: list[int]) -> Iterator[list[int]]:
     """Passes signals on to the ranks, which save and leave; the third Ctrl-C kills them.
 
     A scheduler may well send its own three times while they save. What the parent was started to
-    ignore (nohup) stays ignored.
+    ignore (nohup) stays ignored. What comes before there is any rank is noted in `early`.
     """
     received: list[int] = []
 
     def forward(number: int, frame: object) -> None:
         received.append(number)
+        if not children:
+            early.append(number)
         enough = received.count(signal.SIGINT) >= 3
-        for child in children:
-            if child.code is None:
-                child.process.send_signal(signal.SIGKILL if enough else number)
+        _signal_all(children, signal.SIGKILL if enough else number)
 
     heard = [name for name in FORWARDED if name != "SIGHUP" or not _ignores(signal.SIGHUP)]
     before = {name: signal.signal(getattr(signal, name), forward) for name in heard}
@@ -202,16 +222,15 @@ def _outlive(children: list[Child], exits: queue.Queue[Child], records: str) -> 
     time.sleep(SETTLE)
     # Ranks that lost this one wait to hear that it is to blame; it cannot tell them any more.
     if not any(failure.rank == child.rank for failure in read_failures(records)):
-        with suppress(OSError):
-            _failure_of(child).write(records)
+        with suppress(OSError):  # what it printed may not all have come through yet: a guess
+            replace(_failure_of(child), guess=True).write(records)
     alive = [other for other in children if other.code is None]
-    for sign, patience in ((signal.SIGTERM, TERM_WAIT), (signal.SIGKILL, None)):
-        for other in alive:
-            if other.code is None:
-                other.process.send_signal(sign)
-        deadline = time.monotonic() + (patience or 60)
-        while any(other.code is None for other in alive) and time.monotonic() < deadline:
-            time.sleep(0.02)
+    for sign, patience in ((signal.SIGTERM, TERM_WAIT), (signal.SIGKILL, 60.0)):
+        _signal_all(alive, sign)
+        for _ in range(round(patience / LOOK)):
+            if not any(other.code is None for other in alive):
+                break
+            time.sleep(LOOK)
     return {other.rank for other in alive}
 
 
@@ -240,11 +259,13 @@ def _conclude(
     if not bad:
         return max(child.code for child in children)
     known = {failure.rank: failure for failure in records}
-    causes = [
-        known.get(child.rank) or _failure_of(child)
-        for child in bad
-        if child.rank not in ended_by_us or child.rank in known
-    ]
+    causes = []
+    for child in bad:
+        found = known.get(child.rank)
+        if child.rank not in ended_by_us and (found is None or found.guess):
+            found = _failure_of(child)
+        if found is not None:
+            causes.append(found)
     first = min(causes, key=lambda failure: (failure.victim, failure.time))
     child = children[first.rank]
     if received and child.code in (-received[0], 128 + received[0]):

@@ -25,7 +25,7 @@ import signal
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -53,7 +53,9 @@ SILENT_BEATS = 3  # a silence is at least so many beats, which are slow where ra
 ANSWER_BEATS = 2.5  # for all ranks to say where they are
 RUNG = 2  # processes of a silent host whose bells are tried
 BUSY_SILENCE = 300.0  # for which a host is believed to be busy while its bell is answered
-LINGER = 1.0  # how long a failed owner of the store waits for the others to have read why
+LINGER = 5.0  # how long a failed owner of the store waits for the others to have read why
+# The same where one of them is dead or stopped; and for threads of this process to end.
+LINGER_SHORTLY = 1.0
 DONE = b"done"
 GONE = ("", "Z", "X")  # states of a process that is dead
 FOREVER = timedelta(days=30)
@@ -127,9 +129,10 @@ class Watch:
         self._progress = progress
         self._question, self._asked = 0, time.monotonic()
         self._owns_store = circle.owner == circle.me
-        self._owner_stopped = False
+        self._owner_states: deque[str] = deque(maxlen=2)  # as last seen alive
         self._ring_at: dict[str, float] = {}  # by host, on rank 0
         self._over = threading.Event()
+        self._heard = False  # of another rank's failure
         self._answered = 0  # how often the store has answered the pulse
         self._writing_stacks, self._wrote_stacks = threading.Lock(), False
         self._threads: list[threading.Thread] = []
@@ -156,7 +159,7 @@ class Watch:
         self._over.set()
         self._reporter.others = None
         for thread in self._threads:
-            thread.join(LINGER)
+            thread.join(LINGER_SHORTLY)
         if self._bell:
             self._bell.close()
         self._say_goodbye(seconds)
@@ -167,23 +170,23 @@ class Watch:
         try:
             return self._store.compare_set(self._key("end"), b"", text) == text
         except RuntimeError:
-            return True  # the store is gone, and that ends all others too
+            return not self._heard  # the store is gone, and that ends all others too
 
     def ask_around(self) -> None:
         """Makes every rank say where it is; rank 0 names one that does not."""
         with suppress(RuntimeError):  # the store is gone, and its owner is to blame
             self._store.add(self._key("question"), 1)
 
-    def linger(self) -> None:
+    def linger(self, seconds: float = LINGER) -> None:
         """Waits a moment for the others to have read, if this process serves the store."""
         with suppress(RuntimeError):
-            self._say_goodbye(LINGER)
+            self._say_goodbye(seconds)
 
     def _say_goodbye(self, seconds: float) -> None:
         """The owner of the store leaves last, the others at once."""
         gone = self._store.add(self._key("gone"), 1)
-        deadline = time.monotonic() + seconds
-        while self._owns_store and gone < self._circle.size and time.monotonic() < deadline:
+        clock = AwakeClock()
+        while self._owns_store and gone < self._circle.size and clock.now(0.1) < seconds:
             time.sleep(0.01)
             gone = self._store.add(self._key("gone"), 0)
 
@@ -205,6 +208,7 @@ class Watch:
         first, me = Failure.from_json(end), self._circle.me
         if (first.rank, first.pid) == (me.rank, me.pid) and self._reporter.is_leaving:
             return  # my own failure, and I am on my way out
+        self._heard = True  # before the owner can close the store: who fails now is not the first
         self._write_stacks(first.stacks)
         self._put_down(first)
         store.add(self._key("gone"), 1)
@@ -220,8 +224,8 @@ class Watch:
         if owner is None:
             self._reporter.fail(Failure(self._circle.me.rank, f"torchrun's store {how}"))
         else:
-            stopped = "stopped (SIGSTOP), " if self._owner_stopped else ""
-            self._declare(owner, f"{stopped}its store {how}")
+            stopped = "stopped (SIGSTOP), " if "T" in self._owner_states else ""
+            self._declare(owner, f"{stopped}its store {how}", guess=not stopped)
 
     def _put_down(self, failure: Failure) -> None:
         """Kills a neighbour that is stopped; its supervisor would wait long for it to end."""
@@ -316,7 +320,7 @@ class Watch:
             self._declare(culprit, verdict.cause, report, verdict.step, stacks)
         elif silent and asked:
             dead = next((process for process in silent if not rings(process.bell)), silent[0])
-            self._declare(dead, "died without a word, or is cut off")
+            self._declare(dead, "died without a word, or is cut off", guess=True)
 
     def _where_stacks_go(self) -> tuple[str | None, str]:
         """What a Failure says of the stacks of a hung run, and the same in words."""
@@ -340,8 +344,10 @@ class Watch:
     def _gather(self, store: Any, question: int) -> dict[int, dict]:
         """The answers by rank, of those ranks that answer in time."""
         keys = {r: self._key(f"answer/{question}/{r}") for r in range(self._circle.size)}
-        deadline = time.monotonic() + ANSWER_BEATS * self._beat
-        while not store.check(list(keys.values())) and time.monotonic() < deadline:
+        clock = AwakeClock()  # a machine that stood still meanwhile has let nobody answer
+        while not store.check(list(keys.values())):
+            if clock.now(0.2 * self._beat) >= ANSWER_BEATS * self._beat:
+                break
             time.sleep(0.05)
         return {r: json.loads(store.get(key)) for r, key in keys.items() if store.check([key])}
 
@@ -361,12 +367,15 @@ class Watch:
                 return
 
     def _look_at_owner(self) -> None:
-        """Remembers whether it was stopped when last seen alive: its neighbour kills it then."""
+        """Remembers whether it was stopped when last seen alive: its neighbour kills it then.
+
+        Two looks are kept: a process that is killed while it is stopped runs once more, to die.
+        """
         owner, me = self._circle.owner, self._circle.me
         if owner is not None and owner.shares_host_with(me):
             state = owner.state()
             if state not in GONE:
-                self._owner_stopped = state == "T"
+                self._owner_states.append(state)
 
     def _check_neighbour(self, stopped_since: float | None, now: float) -> float | None:
         """Names the neighbour if it is dead, or stopped for too long; returns since when it is."""
@@ -375,7 +384,7 @@ class Watch:
         if state in GONE:
             time.sleep(BEAT)  # whoever started it knows more, and may say so
             if not self._over.is_set():
-                self._declare(neighbour, "died without a word")
+                self._declare(neighbour, "died without a word", guess=True)
         if state != "T":
             return None
         since = now if stopped_since is None else stopped_since
@@ -391,10 +400,12 @@ class Watch:
         report: str = "",
         step: int | None = None,
         stacks: str | None = None,
+        *,
+        guess: bool = False,
     ) -> None:
         """Names another rank as the cause and ends this one."""
         who = {"host": culprit.host, "pid": culprit.pid, "step": step, "stacks": stacks}
-        failure = Failure(culprit.rank, cause, **who, traceback=report)
+        failure = Failure(culprit.rank, cause, **who, traceback=report, guess=guess)
         self._reporter.record(failure)
         if report and not self._reporter.parent_tells:
             print(failure, file=sys.stderr, flush=True)
@@ -402,6 +413,6 @@ class Watch:
         if culprit != self._circle.owner or self._owns_store:
             self.announce(failure)
             self._write_stacks(stacks)
-            self.linger()
+            self.linger(LINGER if report else LINGER_SHORTLY)
         self._put_down(failure)
         self._reporter.yield_to(failure)

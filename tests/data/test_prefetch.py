@@ -25,10 +25,10 @@ def test_an_error_comes_after_the_items_before_it(depth):
         next(reader)
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + 10
+def wait_for(condition, what):
+    deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, f"in vain: {what}"
         time.sleep(0.01)
 
 
@@ -46,7 +46,7 @@ def test_it_reads_ahead_but_only_so_far():
 
     reader = prefetch(items(), depth=3)
     assert next(reader) == 0
-    wait_for(lambda: len(made) == 5)  # one taken, three ready, one waiting for room
+    wait_for(lambda: len(made) == 5, "one taken, three ready, one waiting for room")
     time.sleep(0.25)
     assert len(made) == 5
     reader.close()
@@ -58,4 +58,4 @@ def test_leaving_early_does_not_hang():
     for i in prefetch(iter(range(1000)), depth=1):
         if i == 3:
             break
-    wait_for(lambda: threads() <= before)
+    wait_for(lambda: threads() <= before, "the thread's end")

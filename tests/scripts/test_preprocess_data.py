@@ -151,7 +151,7 @@ def test_help_imports_nothing_heavy():
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert shown.stdout.strip() == "[]", shown.stderr
     script = [sys.executable, str(ROOT / "scripts" / "preprocess_data.py"), "--help"]
-    shown = subprocess.run(script, cwd="/", capture_output=True, text=True, timeout=20)
+    shown = subprocess.run(script, cwd="/", capture_output=True, text=True, timeout=120)
     assert shown.returncode == 0 and "--append-eod" in shown.stdout
 
 
@@ -229,7 +229,7 @@ def test_goes_on_after_a_kill(tmp_path, capsys, suffix, workers):
     argv = [*flags, *NULL, "--output-prefix", str(tmp_path / "out")]
     # communicate() ends only when the workers, who hold the other ends, are gone too
     killed = subprocess.run(
-        [sys.executable, "-c", KILLED, *argv], cwd=ROOT, capture_output=True, timeout=60
+        [sys.executable, "-c", KILLED, *argv], cwd=ROOT, capture_output=True, timeout=120
     )
     assert killed.returncode == -9
     assert (tmp_path / "out_text_document.partial" / "mark.json").is_file()

@@ -18,8 +18,11 @@ def place_of(rank: int, size: int, port: int = 0, **more) -> Place:
     return Place("test", rank, size, rank, size, "127.0.0.1", port, **more)
 
 
-def meet_all(flags: dict[int, dict], size: int, *, gpus=None, seconds=2.0, **more):
-    """Lets the ranks in `flags` meet; returns the verdict of each as text, "" for a good one."""
+def meet_all(flags: dict[int, dict], size: int, *, gpus=None, seconds=60.0, **more):
+    """Lets the ranks in `flags` meet; returns the verdict of each as text, "" for a good one.
+
+    Rank 0, whose clock it is, comes when the others are there.
+    """
     server = dist.TCPStore(
         "127.0.0.1", 0, size, True, timedelta(seconds=10), wait_for_workers=False
     )
@@ -37,11 +40,13 @@ def meet_all(flags: dict[int, dict], size: int, *, gpus=None, seconds=2.0, **mor
             verdicts[rank] = str(error)
             assert error.mine == (rank == 0)
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in flags]
-    for thread in threads:
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in sorted(flags, reverse=True)]
+    for thread in threads[:-1]:
         thread.start()
+    server.wait([f"t/rank/{rank}" for rank in flags if rank], timedelta(seconds=120))
+    threads[-1].start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     return verdicts
 
 
@@ -69,6 +74,33 @@ def test_a_differing_version_is_named_in_words() -> None:
         f"rank 1 (node {host}) has torch 2.8.0, rank 0 has 2.9.1",
         "all nodes need the same packages and the same copy of the source files",
     ]
+
+
+def test_rank_0_and_its_store_stay_until_the_verdict_is_read() -> None:
+    """A rank that was slow to read it heard that rank 0 had fallen silent."""
+    server = dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=120), wait_for_workers=False)
+    left = threading.Event()
+
+    def rank_0() -> None:
+        with pytest.raises(LaunchError):
+            meet(server.clone(), "t", place_of(0, 2), "", {"--seed": "1"}, 60.0)
+        left.set()
+
+    class Slow:
+        """The store as rank 1 has it."""
+
+        compare_set, wait, add = server.compare_set, server.wait, server.add
+
+        def get(self, key: str) -> bytes:
+            assert not left.wait(0.7)
+            return server.get(key)
+
+    thread = threading.Thread(target=rank_0)
+    thread.start()
+    with pytest.raises(LaunchError, match="was started with --seed 2") as caught:
+        meet(Slow(), "t", place_of(1, 2), "", {"--seed": "2"}, 60.0)
+    thread.join(120)
+    assert left.is_set() and not caught.value.mine
 
 
 def test_missing_ranks_are_named_with_their_nodes() -> None:
@@ -119,7 +151,8 @@ def test_a_host_that_does_not_resolve() -> None:
 
 
 def test_nobody_listens() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with pytest.raises(LaunchError, match=rf"rank 0 did not answer at 127\.0\.0\.1:{port}"):
-        connect(place_of(1, 2, port), 0.3)
+    with socket.socket() as mine:
+        mine.bind(("127.0.0.1", 0))  # and nobody else's meanwhile
+        port = mine.getsockname()[1]
+        with pytest.raises(LaunchError, match=rf"rank 0 did not answer at 127\.0\.0\.1:{port}"):
+            connect(place_of(1, 2, port), 0.3)

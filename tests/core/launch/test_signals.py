@@ -27,12 +27,15 @@ def test_the_first_signal_is_a_flag(stop, name) -> None:
     assert stop.poll() == name
 
 
-def test_ctrl_c_twice_is_immediate_but_one_press_heard_twice_is_not(stop) -> None:
+def test_ctrl_c_twice_is_immediate_but_one_press_heard_twice_is_not(stop, monkeypatch) -> None:
     """A terminal and the --nproc parent both pass one key press on."""
+    now = [0.0]
+    monkeypatch.setattr("core.launch.signals.time.monotonic", lambda: now[0])
     os.kill(os.getpid(), signal.SIGINT)
+    now[0] = 0.9
     os.kill(os.getpid(), signal.SIGINT)
     assert stop.poll() == "SIGINT"
-    stop.since -= 2.0
+    now[0] = 1.1
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)
@@ -61,9 +64,9 @@ def test_handlers_are_put_back() -> None:
 
 
 def test_the_time_limit_leaves_room_for_two_longest_steps() -> None:
-    stop = StopSignal(end=time.time() + 100)
-    assert stop.poll(longest=40.0) is None
-    assert stop.poll(longest=45.0) == "the job's time limit is near"
+    stop = StopSignal(end=time.time() + 10_000)
+    assert stop.poll(longest=4900.0) is None
+    assert stop.poll(longest=4995.0) == "the job's time limit is near"
 
 
 def test_a_rank_that_is_not_done_in_time_says_where_it_is() -> None:
@@ -78,7 +81,7 @@ def test_a_rank_that_is_not_done_in_time_says_where_it_is() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=clean_environ(), capture_output=True, text=True,
-        timeout=30,
+        timeout=120,
     )  # fmt: skip
     assert done.returncode == 1
     assert "not done 0.2 s after SIGTERM" in done.stderr and "deep_in_a_save" in done.stderr

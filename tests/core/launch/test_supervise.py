@@ -1,5 +1,6 @@
 """The --nproc parent, with ranks that need no torch and start in a moment."""
 
+import importlib
 import os
 import re
 import signal
@@ -7,15 +8,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from core.launch import find_here
 from core.launch.failure import Failure, Reporter, describe_exit, read_failures
-from core.launch.supervise import _forward_signals
+from core.launch.place import Place
+from core.launch.supervise import Child, _conclude, _forward_signals
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = [sys.executable, "-W", "error", str(ROOT / "scripts" / "chaos_program.py")]
+LIMIT = 120  # seconds in which started processes have ended, on whatever machine
+LONG = "30000"  # steps of 10 ms: five minutes, which nothing here can wait for
 
 
 def clean_environ(**more: str) -> dict[str, str]:
@@ -43,7 +48,7 @@ def start(*arguments: str, **environ: str) -> subprocess.Popen:
 
 def light(*arguments: str, **environ: str) -> tuple[int, str, str]:
     process = start("--light", *arguments, **environ)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=LIMIT)
     return process.returncode, out, err
 
 
@@ -52,6 +57,14 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def started_two() -> tuple[subprocess.Popen, list[int]]:
+    """A parent, and its two ranks' process ids once both are up."""
+    process = start("--light", "--nproc", "2", "--steps", LONG)
+    pids = [int(stream.readline().split("pid")[1].split()[0])
+            for stream in (process.stdout, process.stderr)]  # fmt: skip
+    return process, pids
 
 
 def test_rank_0_has_stdout_and_the_others_are_told_apart_on_stderr() -> None:
@@ -75,9 +88,8 @@ def test_rank_0_has_stdout_and_the_others_are_told_apart_on_stderr() -> None:
 )
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_the_first_failure_is_said_last_and_ends_all(how, code, cause, culprit) -> None:
-    start, options = time.monotonic(), ["--culprit", str(culprit), "--how", how]
-    found, _, err = light("--nproc", "3", "--steps", "3000", *options)
-    assert time.monotonic() - start < 15
+    options = ["--culprit", str(culprit), "--how", how]
+    found, _, err = light("--nproc", "3", "--steps", LONG, *options)
     assert found == code
     last = err.rstrip().splitlines()[-1]
     assert re.fullmatch(rf"rank {culprit} \(.+, pid \d+\) failed: {re.escape(cause)}", last)
@@ -99,8 +111,9 @@ def test_a_traceback_from_before_the_launcher_was_there_is_found(tmp_path) -> No
         "sys.exit(supervise(place, []) if place.children else 0)\n"
     )
     done = subprocess.run(
-        [sys.executable, program], env=clean_environ(), capture_output=True, text=True, timeout=60
-    )
+        [sys.executable, program], env=clean_environ(), capture_output=True, text=True,
+        timeout=LIMIT,
+    )  # fmt: skip
     assert done.returncode == 1
     lines = done.stderr.rstrip().splitlines()
     assert re.fullmatch(r"rank 1 \(.+\) failed: left with exit code 1", lines[-1])
@@ -108,7 +121,7 @@ def test_a_traceback_from_before_the_launcher_was_there_is_found(tmp_path) -> No
 
 
 def test_a_segfault_says_where(tmp_path) -> None:
-    found, _, err = light("--nproc", "2", "--steps", "3000", "--culprit", "1", "--how", "segv")
+    found, _, err = light("--nproc", "2", "--steps", LONG, "--culprit", "1", "--how", "segv")
     assert found == 139
     assert err.rstrip().splitlines()[-1].endswith("failed: killed by signal 11 (SIGSEGV)")
     assert "in misbehave" in err[err.index("Fatal Python error", err.index("rank 1 (")) :]
@@ -144,7 +157,7 @@ def test_threads_are_divided_and_ports_never_clash(tmp_path) -> None:
         )
         for _ in range(3)
     ]  # fmt: skip
-    said = [run.communicate(timeout=60)[0].split() for run in runs]
+    said = [run.communicate(timeout=LIMIT)[0].split() for run in runs]
     assert len({port for _, port, _ in said}) == 3
     cores = len(os.sched_getaffinity(0))
     assert {threads for _, _, threads in said} == {str(max(1, cores // 2))}
@@ -152,13 +165,32 @@ def test_threads_are_divided_and_ports_never_clash(tmp_path) -> None:
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_signals_reach_the_ranks(name, code) -> None:
-    process = start("--light", "--nproc", "2", "--steps", "3000")
-    first = process.stdout.readline()
+    process, pids = started_two()
     process.send_signal(getattr(signal, name))
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=LIMIT)
     assert process.returncode == code
     assert "failed" not in err
-    assert not alive(int(first.split()[1]))
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_a_signal_while_the_ranks_are_being_started_reaches_them_too(monkeypatch) -> None:
+    """It ended the parent, and with it the ranks: starting many takes a while."""
+    supervisor = importlib.import_module("core.launch.supervise")
+    spawn = supervisor._spawn
+
+    def interrupted(command, environ, rank, inherited):
+        child = spawn(command, environ, rank, inherited)
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        return child
+
+    monkeypatch.setattr(supervisor, "_spawn", interrupted)
+    program = [sys.executable, "-c", "import time; time.sleep(300)"]
+    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # or this process would end
+    try:
+        assert supervisor.supervise(Place(children=2), [], program) == 128 + signal.SIGUSR2
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 class Forwarded:
@@ -175,7 +207,7 @@ class Forwarded:
 
 def test_a_third_ctrl_c_kills_but_a_scheduler_may_repeat_itself() -> None:
     child = Forwarded()
-    with _forward_signals([child]):
+    with _forward_signals([child], []):
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
             signal.raise_signal(number)
         assert child.got == [signal.SIGUSR1] * 3 + [signal.SIGTERM]
@@ -187,7 +219,7 @@ def test_a_third_ctrl_c_kills_but_a_scheduler_may_repeat_itself() -> None:
 def test_what_nohup_ignores_stays_ignored() -> None:
     child, before = Forwarded(), signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with _forward_signals([child]) as received:
+        with _forward_signals([child], []) as received:
             signal.raise_signal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -195,15 +227,13 @@ def test_what_nohup_ignores_stays_ignored() -> None:
 
 
 def test_ranks_do_not_outlive_a_parent_that_is_killed() -> None:
-    process = start("--light", "--nproc", "2", "--steps", "3000")
-    pids = [int(stream.readline().split("pid")[1].split()[0])
-            for stream in (process.stdout, process.stderr)]  # fmt: skip
+    process, pids = started_two()
     process.kill()
-    process.communicate(timeout=10)
-    deadline = time.monotonic() + 5
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+    process.communicate(timeout=LIMIT)
+    deadline = time.monotonic() + LIMIT
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"of the ranks {pids} some are still there"
         time.sleep(0.02)
-    assert not any(alive(pid) for pid in pids)
 
 
 def test_the_parent_is_light() -> None:
@@ -223,6 +253,35 @@ def test_records_put_causes_before_victims(tmp_path) -> None:
         (3, "ValueError: planted"),
         (0, "Connection closed by peer"),
     ]
+
+
+def test_an_exit_that_was_seen_says_more_than_a_neighbours_guess(capsys) -> None:
+    """On a busy machine the neighbour may be faster than the parent."""
+    children = [Child(rank, SimpleNamespace(pid=rank), code=code, ended=5.0)
+                for rank, code in ((0, 1), (1, -9))]  # fmt: skip
+    victim = Failure(0, "stopped: rank 1", time=1.0, victim=True)
+    guess = Failure(1, "died without a word", time=2.0, guess=True)
+    assert _conclude(children, set(), [victim, guess], []) == 137
+    assert capsys.readouterr().err.endswith("failed: killed by signal 9 (SIGKILL)\n")
+    assert _conclude(children, {1}, [victim, guess], []) == 137  # which the parent itself has sent
+    assert capsys.readouterr().err.endswith("failed: died without a word\n")
+
+
+def test_a_machine_that_stood_still_gives_the_cause_its_time(tmp_path, monkeypatch) -> None:
+    """By the clock a victim's patience was over before anybody else could run."""
+    now, looks = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        now[0] += 3600.0
+        looks.append(seconds)
+        if len(looks) == 3:
+            Failure(2, "ValueError: planted").write(tmp_path)
+
+    monkeypatch.setattr("core.launch.failure.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("core.launch.failure.time.sleep", sleep)
+    monkeypatch.setattr(Reporter, "yield_to", lambda self, first: looks.append(first.cause))
+    Reporter(1, [tmp_path]).let_the_cause_speak()
+    assert looks[3] == "ValueError: planted"
 
 
 @pytest.mark.parametrize(
