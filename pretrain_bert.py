@@ -66,10 +66,14 @@ def problems(config: RunConfig) -> Iterator[str]:
         config.data,
         model.seq_length,
         model.vocab_size if (model.vocab_size or 0) > 0 else None,
-        evaluates=config.train.eval_interval is not None and config.train.eval_iters > 0,
+        evaluates=config.train.eval_interval is not None and evaluates(config),
         pairs=model.binary_head,
     )
     yield from start.checkpoint_problems(config, model, bert_parameters)
+
+
+def evaluates(config: RunConfig) -> bool:
+    return config.train.eval_iters > 0 or config.data.full_validation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,15 +122,13 @@ def open_data(
         seq_length=model.seq_length,
         vocab_size=model.vocab_size,
         seed=config.train.seed,
-        evaluates=config.train.eval_iters > 0,
+        evaluates=evaluates(config),
         record=record,
         consumed=consumed,
         reads=feeder.reads(),
         poll=poll,
     )
-    sets = bert_sets(
-        config.data, given, binary_head=model.binary_head, mask_prob=model.mask_prob
-    )
+    sets = bert_sets(config.data, given, binary_head=model.binary_head, mask_prob=model.mask_prob)
     return Data.of(sets, feeder, config.train.samples(grid.shape.dp))
 
 

@@ -291,7 +291,7 @@ REFUSED: dict[str, str] = _by_reason(
 GPT_ONLY: dict[str, str] = _by_reason(
     {
         "it belongs to the GPT script; this one trains BERT": (
-            "untie_embeddings_and_output_weights label_smoothing z_loss full_validation "
+            "untie_embeddings_and_output_weights label_smoothing z_loss "
             "reset_position_ids reset_attention_mask document_attention_mask eod_mask_loss"
         ),
     }

@@ -28,6 +28,7 @@ from data.sample_index import Poll, no_poll
 # The streams a sample or an epoch draws from.
 ORDER, TEXTS, MASKS, SHORT = 0, 1, 2, 3
 BLOCK_DOCUMENTS = 1 << 18
+NO_PAIR = -100  # is_random of a sample that only fills up a batch; models/bert.py counts it nowhere
 
 
 @dataclass(frozen=True)
@@ -337,3 +338,23 @@ class BertDataset:
         if not others:
             return int(draw * len(self._begins))
         return (high + int(draw * others)) % len(self._begins)
+
+
+class BertPass:
+    """The samples of a BertDataset's first epoch, each once: for `--full-validation`.
+
+    Those from len(self) on, which fill up a global batch, have no token to be guessed and no pair.
+    """
+
+    def __init__(self, samples: BertDataset):
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return self._samples.samples_per_epoch
+
+    def __getitem__(self, n: int) -> dict[str, np.ndarray]:
+        if n < len(self):
+            return self._samples[n]
+        sample = self._samples[0]  # of padding alone a layer would make no numbers
+        nothing = {name: np.zeros_like(sample[name]) for name in ("labels", "loss_mask")}
+        return {**sample, **nothing, "is_random": np.array(NO_PAIR, np.int64)}

@@ -59,6 +59,8 @@ class DataConfig:
     """JSON file {"train": [WORDS], "valid": [WORDS], "test": [WORDS]} of words as --data-path's."""
     multiple_validation_sets: bool = False
     """Evaluate each validation set on its own, beside their weighted mean."""
+    full_validation: bool = False
+    """Validate and test on everything there is once, whatever --eval-iters."""
     num_dataset_builder_threads: int = 1
     """Data sets that are opened at once."""
     mock_data: bool = False
@@ -100,6 +102,11 @@ class DataConfig:
     def _source_problems(self) -> Iterator[str]:
         if not self.mock_data and not self.has_files:
             yield "no data: give --data-path PREFIX, or --mock-data for synthetic text"
+        if self.mock_data and self.full_validation:
+            yield (
+                "--full-validation reads a data set to its end, and that of --mock-data has none; "
+                "leave one out (--eval-iters says how many batches)"
+            )
         for name in FILES:
             value = getattr(self, name)
             if self.mock_data and value:
@@ -139,8 +146,6 @@ class DataConfig:
 class GPTDataConfig(DataConfig):
     """Data and tokenizer"""
 
-    full_validation: bool = False
-    """Validate and test on every token once, whatever --eval-iters."""
     data_cache_path: str | None = None
     """Folder for the shuffled orders, so that a restart maps them instead of drawing them."""
     reset_position_ids: bool = False

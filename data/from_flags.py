@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from data.bert import BertDataset, PairSampler
+from data.bert import BertDataset, BertPass, PairSampler
 from data.config import BertDataConfig, DataConfig, GPTDataConfig
 from data.flag_checks import eod_of, is_null, mixes_of, single_sentences, tokenizer_of, used
 from data.gpt import GPTDataset, GPTPass
@@ -150,7 +150,10 @@ def bert_sets(
             poll=given.poll,
         )
 
-    sets = _open_sets(config, given, samples, None)
+    def whole(prefix: str, documents: range) -> BertPass:
+        return BertPass(samples(prefix, documents))
+
+    sets = _open_sets(config, given, samples, whole if config.full_validation else None)
     if binary_head:
         sets.facts += _single_facts(mixes_of(config)["train"])
     return sets

@@ -102,7 +102,8 @@ class BertStage(Stack):
 
     batch   tokens, labels, token_types, padding_mask [b, s] int64 (1 on tokens, 0 on padding);
             loss_mask [b, s], 1 where the token is to be guessed; is_random [b] int64, 1 where the
-            second text does not follow the first; sample [b] int64
+            second text does not follow the first, -100 where the sample counts nowhere; sample
+            [b] int64
     """
 
     reports = ("loss", "tokens", "lm", "sop", "samples")
@@ -158,10 +159,12 @@ class BertStage(Stack):
         if self.binary_head is not None:
             logits = self.binary_head(hidden[0])
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            extra["sop"] = F.cross_entropy(logits, batch["is_random"], reduction="sum")
+            pairs = batch["is_random"]
+            extra["sop"] = F.cross_entropy(logits, pairs, ignore_index=-100, reduction="sum")
         total = extra["lm"] + self.pair_weight * extra["sop"]
         sums = {name: value.detach() for name, value in extra.items()}
-        sums["samples"] = torch.tensor(len(batch["sample"]), device=lm.device)
+        count = torch.tensor(len(batch["sample"]), device=lm.device)
+        sums["samples"] = count if self.binary_head is None else (pairs >= 0).sum()
         return Loss(total, batch["loss_mask"].sum(), sums)
 
     def whole(self, hidden: Tensor) -> Tensor:

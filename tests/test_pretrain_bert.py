@@ -229,6 +229,28 @@ def test_a_blend_of_sentences_and_named_validation_sets(ranks, tmp_path, vocab):
     assert history == [[0, {str(a): "1", str(b): "3"}]]
 
 
+@pytest.mark.parametrize("head", [(), ("--bert-no-binary-head",)], ids=["", "no-head"])
+def test_full_validation_reads_every_sample_once(ranks, tmp_path, vocab, head):
+    """What fills up the last batch counts nowhere: here 19 of 32 samples, whole microbatches."""
+    prefix = write_sentences(tmp_path / "a", [[4, 5, 3]] * 13)
+    flags = on(prefix, vocab, "--full-validation", "--eval-iters", 0, "--fp64", *head)[5:]
+    flags = ("--no-mock-data", "--train-data-path", prefix, "--valid-data-path", prefix, *flags)
+    flags += ("--skip-train", "--short-seq-prob", 0)
+    found = []
+    for name, size, layout in (
+        ("one", 1, ("--micro-batch-size", 1, "--global-batch-size", 1)),
+        ("filled", 1, ("--micro-batch-size", 4, "--global-batch-size", 32)),
+        ("four", 4, ("--micro-batch-size", 2, "--global-batch-size", 32, *PP2, *SP2)),
+        ("dp", 2, ("--micro-batch-size", 8, "--global-batch-size", 32)),
+    ):
+        path = tmp_path / f"{name}.jsonl"
+        run(ranks, size, *flags, *layout, "--metrics-file", path)
+        found.append(rows(path, "eval"))
+    assert len(found[0]) == 1 and ("sop_loss" in found[0][0]) == (not head)
+    for other in found[1:]:
+        assert_same_numbers(other, found[0])
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 
@@ -240,6 +262,7 @@ def test_a_blend_of_sentences_and_named_validation_sets(ranks, tmp_path, vocab):
         ("--mock-data --mask-max-ngram 0", "--mask-max-ngram 0 must be 1 or more"),
         ("--mock-data --seq-length 6", "--seq-length 6 has no room for two texts"),
         ("--mock-data --reset-position-ids", "it belongs to the GPT script"),
+        ("--mock-data --full-validation", "that of --mock-data has none"),
         ("--data-path d --vocab-size 9", "BERT's samples need [CLS], [SEP], [MASK] and [PAD]"),
     ],
 )

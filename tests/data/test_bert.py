@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.bert import BertDataset, PairSampler, sentence_pieces, shorten, token_pieces
+from data.bert import (
+    NO_PAIR,
+    BertDataset,
+    BertPass,
+    PairSampler,
+    sentence_pieces,
+    shorten,
+    token_pieces,
+)
 from data.gpt import split_documents
 from data.indexed import DataError, IndexedBuilder
 from data.masking import Masking
@@ -49,6 +57,18 @@ def parts(sample):
     tokens = true_tokens(sample)
     ends = np.flatnonzero(tokens == SEP)
     return [tokens[a:b] for a, b in zip([1, *(ends[:-1] + 1)], ends)]
+
+
+@pytest.mark.parametrize("pairs", [{}, {"pairs": "next"}, {"binary_head": False}])
+def test_a_pass_has_every_piece_once(prefix, pairs):
+    data = BertDataset(prefix, None, 1, sampler(), **pairs)
+    once = BertPass(BertDataset(prefix, None, 1, sampler(), **pairs))
+    assert len(once) == data.samples_per_epoch > 20
+    for n in range(len(once)):
+        assert all(np.array_equal(values, data[n][name]) for name, values in once[n].items())
+    filler = once[len(once)]
+    assert filler.keys() == data[0].keys() and filler["is_random"] == NO_PAIR
+    assert not filler["loss_mask"].any() and filler["padding_mask"].any()
 
 
 def test_layout_of_a_sample(prefix):
