@@ -109,6 +109,7 @@ class Checkpoints:
             "schedule": trainer.schedule.to_json(),
             "vocabulary_schedule": other and other.to_json(),
             "loss_scale": trainer.optimizer.scale.to_json(),
+            "optimizer_steps": trainer.optimizer.steps,
             "config": self.record,
             "model": self.model_record,
             "data": self.data_record,
@@ -200,7 +201,8 @@ class Checkpoints:
         state = TrainState.from_json(meta["state"])
         self.data_record = meta.get("data", {})
         if self.config.load_optim:
-            trainer.optimizer.set_steps(state.updates)
+            # fewer than the run's updates where an earlier part went on with --no-load-optim
+            trainer.optimizer.set_steps(meta.get("optimizer_steps", state.updates))
             trainer.optimizer.scale.restore(meta.get("loss_scale", {}))
         for name in ("schedule", "vocabulary_schedule"):
             self._resume_schedule(name, meta.get(name))

@@ -137,13 +137,19 @@ def test_finetune_takes_the_weights_alone(ranks, tmp_path, folder, three_iterati
 
 
 def test_no_load_optim_goes_on_with_fresh_moments(ranks, tmp_path, folder, three_iterations):
-    load = ("--load", three_iterations, "--no-load-optim")
-    run(ranks, 1, "--train-iters", 4, *load, *folder("fresh"))
+    flags = ("--train-iters", 6)
+    load = (*flags, "--load", three_iterations, "--no-load-optim")
+    run(ranks, 1, *load, *folder("fresh"), "--exit-interval", 4)
     (row,) = rows(tmp_path / "fresh.jsonl")
     assert row["iteration"] == 4
     second = contents(tmp_path / "fresh")["optimizer/exp_avg_sq/layers.0.mlp.up.weight"]
     first = contents(three_iterations)["optimizer/exp_avg_sq/layers.0.mlp.up.weight"]
     assert second.max() < first.max()
+    # resumed once more: the bias correction counts from where the moments began, not the run
+    run(ranks, 1, *flags, "--load", tmp_path / "fresh", *folder("fresh"))
+    run(ranks, 1, *load, *folder("unbroken"))
+    assert rows(tmp_path / "fresh.jsonl") == rows(tmp_path / "unbroken.jsonl")
+    assert_same_bits(contents(tmp_path / "fresh"), contents(tmp_path / "unbroken"))
 
 
 def test_no_save_optim(ranks, tmp_path, folder):

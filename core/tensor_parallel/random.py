@@ -267,7 +267,7 @@ class CheckpointFunction(Function):
             outputs = run_function(*args)
         if ctx.distributed:
             # as in Megatron, the caller's tensor itself is left with this rank's part
-            ctx.shape = args[0].shape
+            ctx.shape, ctx.callers = args[0].shape, args[0]
             args[0].data = split_tensor_into_1d_equal_chunks(args[0].data, True, tp_group)
         _Args.save(ctx, args)
         return outputs
@@ -278,6 +278,8 @@ class CheckpointFunction(Function):
         args = _Args.saved(ctx)
         if ctx.distributed:
             args[0].data = gather_split_1d_tensor(args[0].data, ctx.group).view(ctx.shape)
+            # the same tensor, unless saved_tensors_hooks made another of it
+            ctx.callers.data, ctx.callers = args[0].data, None
         inputs = _detached(args)
         with ctx.then.again():
             outputs = _as_tuple(ctx.run_function(*inputs))

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from core import parallel_state
+from core.saved_activations import SavedActivations
 from core.tensor_parallel import (
     CheckpointWithoutOutput,
     ColumnParallelLinear,
@@ -180,6 +181,20 @@ def distributed(world):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_saved_activations_can_be_cut_over_tp(ranks: RankPool, size: int) -> None:
     assert ranks.run(distributed, size=size) == [(16 // size,)] * size
+
+
+def distributed_leaf(world):
+    """The received activation of a pipeline's chunk, while saved tensors are counted."""
+    x = leaf(whole(4, 4))
+    with SavedActivations():
+        y = checkpoint(lambda h: h**3, True, x, tp_group=world)
+        y.sum().backward()
+    torch.testing.assert_close(x.grad, 3 * whole(4, 4) ** 2)
+    return torch.equal(x.detach(), whole(4, 4))
+
+
+def test_a_cut_leaf_is_whole_again_under_hooks_on_saved_tensors(ranks: RankPool) -> None:
+    assert ranks.run(distributed_leaf, size=2) == [True, True]
 
 
 def recomputed_layers(world, sequence_parallel):
