@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 PATIENCE = 10
+# scale / 2^k is a float32 that is not denormal for any batch of 1 to 2^62 tokens
+SMALLEST, LARGEST = 2.0**-64, 2.0**127
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
@@ -53,8 +55,11 @@ class PrecisionConfig:
     def problems(self) -> Iterator[str]:
         for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
             value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                yield f"--{name.replace('_', '-')} {value:g} must be above 0 and finite"
+            if value is not None and not SMALLEST <= value <= LARGEST:
+                yield (
+                    f"--{name.replace('_', '-')} {value:g} is outside {SMALLEST:.3g} to "
+                    f"{LARGEST:.3g}: gradients are multiplied by it in float32"
+                )
         for name in ("loss_scale_window", "hysteresis"):
             if getattr(self, name) < 1:
                 yield f"--{name.replace('_', '-')} {getattr(self, name)} must be 1 or more"
@@ -79,8 +84,8 @@ class LossScale:
     """What the loss is multiplied by. After every step: `update`.
 
     Halved at the `hysteresis`-th overflow and every one after it, doubled after `window` steps
-    without one, never below `floor` (Megatron's rule). A constant scale has window 0. Without
-    --fp16 the scale is 1 and the first overflow is one too many.
+    without one, never below `floor` (Megatron's rule) nor above LARGEST. A constant scale has
+    window 0. Without --fp16 the scale is 1 and the first overflow is one too many.
 
     >>> scale = LossScale(8.0, floor=2.0, window=2, hysteresis=2)
     >>> for overflow in (True, True, True, True, False, False): scale.update(overflow)
@@ -145,7 +150,7 @@ class LossScale:
             return
         self.good_steps += 1
         if self.good_steps == self.window:
-            self.scale *= 2
+            self.scale = min(self.scale * 2, LARGEST)
             self.good_steps = self.overflows = 0
 
     def to_json(self) -> dict[str, float]:

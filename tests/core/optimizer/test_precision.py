@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from core.comm import Group
-from core.optimizer.precision import PATIENCE, LossScale, PrecisionConfig
+from core.optimizer.precision import LARGEST, PATIENCE, SMALLEST, LossScale, PrecisionConfig
 from core.train import Trainer, TrainingStopped, TrainState
 from tests.recipe import rows as rows_of
 from tests.recipe import run_recipe
@@ -142,6 +142,39 @@ def test_upstream_is_the_scale_by_a_tokens_power_of_two():
     scale = LossScale.of(PrecisionConfig(fp16=True, initial_loss_scale=2.0**16), tokens=128)
     assert scale.upstream == 2.0**9
     assert LossScale.of(PrecisionConfig(bf16=True), tokens=128).upstream == 1.0
+
+
+@pytest.mark.parametrize("scale", [SMALLEST, LARGEST])
+@pytest.mark.parametrize("tokens", [1, 2**12, 2**62])
+def test_upstream_is_a_normal_float32_for_every_batch(scale, tokens):
+    upstream = LossScale.of(PrecisionConfig(fp16=True, loss_scale=scale), tokens).upstream
+    assert torch.tensor(upstream, dtype=torch.float32).item() == upstream
+    assert upstream >= torch.finfo(torch.float32).tiny
+
+
+def test_a_scale_that_only_grows_stays_in_range():
+    scale = LossScale(LARGEST / 2, window=1)
+    for _ in range(3):
+        scale.update(overflow=False)
+    assert scale.scale == LARGEST
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"loss_scale": 1e300}, ["--loss-scale 1e+300 is outside"]),
+        ({"loss_scale": math.nan}, ["--loss-scale nan is outside"]),
+        ({"loss_scale": 0.0}, ["--loss-scale 0 is outside 5.42e-20 to 1.7e+38: "]),
+        ({"initial_loss_scale": 1e45}, ["--initial-loss-scale 1e+45 is outside"]),
+        ({"min_loss_scale": 1e-44}, ["--min-loss-scale 1e-44 is outside"]),
+        ({}, []),
+        ({"loss_scale": LARGEST, "min_loss_scale": SMALLEST}, []),
+    ],
+)
+def test_a_scale_that_float32_cannot_hold_is_refused(settings, named):
+    found = list(PrecisionConfig(fp16=True, **settings).problems())
+    assert len(found) == len(named)
+    assert all(text.startswith(name) for text, name in zip(found, named, strict=True))
 
 
 @pytest.mark.parametrize(
