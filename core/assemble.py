@@ -21,6 +21,7 @@ import torch
 
 from core.comm import Group, gather_objects
 from core.config_record import to_json
+from core.contradictions import NOTES, contradictions
 from core.feed import Feed, Source
 from core.grid import ParallelConfig, RankGrid
 from core.pipeline_parallel.placement import Placement
@@ -77,6 +78,7 @@ def carry_out(
         flops_per_token=flops_per_token,
         facts=[
             *config.notices,
+            *contradictions(config, NOTES),
             f"{title} of {parameters:,} parameters, {model.num_layers} layers, vocabulary "
             f"{model.vocab_size:,} padded to {model.padded_vocab_size(grid.tp.size):,}",
             *layout_facts(world, grid, placement),

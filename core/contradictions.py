@@ -148,6 +148,30 @@ RULES: tuple[Rule, ...] = (
     ),
     # -- optimizer ---------------------------------------------------------------------------------
     Rule(
+        lambda v: _typed(v, "weight_decay", OptimizerConfig)
+        and v.weight_decay_incr_style != "constant",
+        "--weight-decay {weight_decay:g} does nothing with --weight-decay-incr-style "
+        "{weight_decay_incr_style}, which reads --start-weight-decay and --end-weight-decay; "
+        "leave it out",
+    ),
+    Rule(
+        lambda v: _typed(v, "lr_wsd_decay_style", OptimizerConfig) and v.lr_decay_style != "WSD",
+        "--lr-wsd-decay-style {lr_wsd_decay_style} does nothing without --lr-decay-style WSD",
+    ),
+    Rule(
+        lambda v: v.lr_warmup_init
+        and not (v.lr_warmup_iters or v.lr_warmup_samples or v.lr_warmup_fraction),
+        "--lr-warmup-init {lr_warmup_init:g} does nothing without a warm-up; give one with "
+        "--lr-warmup-iters (or -samples, -fraction), or leave it out",
+    ),
+    Rule(
+        lambda v: v.decoupled_min_lr is not None
+        and v.decoupled_lr is not None
+        and v.lr_decay_style == "constant",
+        "--decoupled-min-lr {decoupled_min_lr:g} does nothing with --lr-decay-style constant, "
+        "where the rate stays at --decoupled-lr; leave it out",
+    ),
+    Rule(
         lambda v: v.decoupled_min_lr is not None and v.decoupled_lr is None,
         "--decoupled-min-lr {decoupled_min_lr:g} does nothing without --decoupled-lr",
     ),
@@ -174,11 +198,19 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
+# Said at the start and no more, since scripts carry them from one run to the next.
+NOTES: tuple[Rule, ...] = (
+    Rule(
+        lambda v: v.min_lr and v.lr_decay_style == "constant",
+        "--min-lr {min_lr:g} has no effect: --lr-decay-style constant stays at --lr",
+    ),
+)
 
-def contradictions(config: Any) -> Iterator[str]:
+
+def contradictions(config: Any, rules: tuple[Rule, ...] = RULES) -> Iterator[str]:
     """One sentence for every rule that the recipe's config breaks."""
     values = SimpleNamespace(**dict(_leaves(config)), given=config.given)
-    for rule in RULES:
+    for rule in rules:
         if rule.breaks(values):
             yield rule.text.format_map(vars(values))
 

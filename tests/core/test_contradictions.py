@@ -4,9 +4,11 @@ import shlex
 
 import pytest
 
+from core.comm import Group
 from core.config import parse
-from core.contradictions import RULES, contradictions
+from core.contradictions import NOTES, RULES, contradictions
 from pretrain_gpt import RunConfig
+from tests.recipe import run_recipe
 
 OPTIM = "--use-distributed-optimizer"
 STRATEGY = "--data-parallel-sharding-strategy"
@@ -52,6 +54,17 @@ LINES = [  # one for every rule, in the table's order: the line, how its sentenc
         f"{FULL} {DISTRIBUTE} --seq-length 63 --micro-batch-size 1 --hidden-size 65 {TP2}",
         f"{DISTRIBUTE}: an activation of --seq-length 63 x --micro-batch-size 1 x",
     ),
+    (
+        "--weight-decay 0.3 --weight-decay-incr-style cosine --start-weight-decay 0 "
+        "--end-weight-decay 0.1",
+        "--weight-decay 0.3 does nothing with --weight-decay-incr-style cosine",
+    ),
+    ("--lr-wsd-decay-style cosine", "--lr-wsd-decay-style cosine does nothing without"),
+    ("--lr-warmup-init 1e-4", "--lr-warmup-init 0.0001 does nothing without a warm-up"),
+    (
+        "--decoupled-lr 1e-3 --decoupled-min-lr 1e-4 --lr-decay-style constant",
+        "--decoupled-min-lr 0.0001 does nothing with --lr-decay-style constant",
+    ),
     ("--decoupled-min-lr 1e-5", "--decoupled-min-lr 1e-05 does nothing without --decoupled-lr"),
     ("--fp64 --optimizer apex_adam", "--optimizer apex_adam has no float64"),
     ("--optimizer sgd --adam-beta1 0.8", "--adam-beta1 0.8 does nothing with --optimizer sgd"),
@@ -59,6 +72,11 @@ LINES = [  # one for every rule, in the table's order: the line, how its sentenc
     ("--optimizer sgd --adam-eps 1e-6", "--adam-eps 1e-06 does nothing with --optimizer sgd"),
     ("--sgd-momentum 0.8", "--sgd-momentum 0.8 does nothing without --optimizer sgd"),
     ("--log-layer-grad-norms", "--log-layer-grad-norms does nothing without --metrics-file"),
+]
+
+
+NOTED = [  # likewise, for every note
+    ("--lr-decay-style constant --min-lr 1e-4", "--min-lr 0.0001 has no effect: --lr-decay-style"),
 ]
 
 
@@ -75,9 +93,15 @@ def test_what_contradicts_is_refused(line, beginning, capsys):
     assert any(sentence.startswith(beginning) for sentence in found), found
 
 
+@pytest.mark.parametrize(("line", "beginning"), NOTED, ids=[line for line, _ in NOTED])
+def test_what_does_nothing_in_many_scripts_is_said(line, beginning):
+    config = parse(RunConfig, shlex.split("--mock-data " + line), checks=[contradictions])
+    (note,) = contradictions(config, NOTES)
+    assert note.startswith(beginning)
+
+
 def test_every_row_is_tried():
-    assert len(LINES) == len(RULES)
-    for (line, _), rule in zip(LINES, RULES, strict=True):
+    for (line, _), rule in zip(LINES + NOTED, RULES + NOTES, strict=True):
         flags = [word for word in line.split() if word.startswith("--")]
         context = ("--fp16", "--bf16", "--recompute-granularity", "--tensor-model-parallel-size")
         assert all(flag in rule.text for flag in flags if flag not in context), line
@@ -89,10 +113,21 @@ def test_all_at_once(capsys):
     assert "--ddp-bucket-size 0 must be 1 or more; it counts parameters" in found
 
 
+def test_a_run_says_its_notes():
+    flags = ["--lr-decay-style", "constant", "--min-lr", 1e-4, "--train-iters", 1]
+    code, printed = run_recipe(Group.single("world"), *flags)
+    assert code == 0
+    assert "--min-lr 0.0001 has no effect: " in printed
+
+
 @pytest.mark.parametrize(
     "line",
     [
         "",
+        "--weight-decay 0.3 --lr-decay-style WSD --lr-wsd-decay-style cosine",
+        "--lr-warmup-init 1e-4 --lr-warmup-fraction 0.1 --min-lr 1e-4",
+        "--weight-decay 0.01 --lr-wsd-decay-style exponential --weight-decay-incr-style linear "
+        "--start-weight-decay 0 --end-weight-decay 0.1",
         f"{FULL} --recompute-method uniform --recompute-num-layers 2 {DISTRIBUTE} {TP2}",
         f"{FULL} --recompute-method block --recompute-num-layers 8",
         "--recompute-activations --recompute-granularity selective --recompute-modules mlp",
