@@ -157,7 +157,14 @@ class LossScale:
         return asdict(self)
 
     def restore(self, saved: dict[str, float]) -> None:
-        """Go on from a checkpoint; floor, window and hysteresis are the command line's."""
-        if self.window and saved.get("window"):
+        """Go on from a checkpoint; floor, window, hysteresis and a constant are the command line's.
+
+        Of a scale that adapts where this one is constant, or the reverse, nothing is taken.
+        """
+        if not saved or bool(self.window) != bool(saved["window"]):
+            return
+        if self.window:
             self.scale = max(saved["scale"], self.floor)
             self.good_steps, self.overflows = saved["good_steps"], saved["overflows"]
+        if self.scale == saved["scale"]:  # at another one nothing has been in vain yet
+            self.in_vain = saved["in_vain"]

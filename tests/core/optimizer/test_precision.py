@@ -95,6 +95,51 @@ def test_hysteresis_and_growth():
     assert [row["loss_scale"] for row in rows] == [256, 128, 128, 64, 64, 128, 128, 64]
 
 
+FAULTS = [True, False, True, False, False, True, True, False, True]
+
+
+@pytest.mark.parametrize("at", range(len(FAULTS)))
+def test_a_scale_goes_on_as_if_never_interrupted(at):
+    """Saved after any step; in between it falls, grows, and overflows are forgiven."""
+    settings = {"floor": 1.0, "window": 2, "hysteresis": 2}
+    unbroken, resumed = LossScale(8.0, **settings), LossScale(32.0, **settings)
+    seen = []
+    for step, overflow in enumerate(FAULTS):
+        if step == at:
+            resumed.restore(unbroken.to_json())
+        for scale in (unbroken, *([resumed] if step >= at else [])):
+            scale.update(overflow)
+        seen.append(unbroken.scale)
+    assert resumed == unbroken
+    assert seen == [8, 8, 4, 4, 8, 8, 4, 4, 2]
+
+
+@pytest.mark.parametrize("constant", [False, True], ids=["adapts", "constant"])
+def test_patience_counts_over_restarts(constant):
+    """Eleven overflows at the lowest scale, in runs of six, end as in one."""
+    settings = {"loss_scale": 4.0} if constant else {"initial_loss_scale": 4.0, "min_loss_scale": 4}
+    saved, steps = {}, 0
+    for _ in range(2):
+        scale = LossScale.of(PrecisionConfig(fp16=True, **settings), tokens=1)
+        scale.restore(saved)
+        for _ in range(6):
+            if not scale.is_hopeless:
+                scale.update(overflow=True)
+                steps += 1
+        saved = scale.to_json()
+    assert scale.is_hopeless
+    assert steps == PATIENCE + 1
+
+
+def test_what_was_in_vain_at_another_scale_is_forgotten():
+    saved = LossScale(1024.0, floor=1024.0, patience=PATIENCE, in_vain=6).to_json()
+    for other in (LossScale(8.0, floor=8.0), LossScale(1024.0, window=2), LossScale(1024.0)):
+        fresh = replace(other)
+        other.restore(saved)
+        assert replace(other, in_vain=0) == fresh
+        assert other.in_vain == (6 if fresh == LossScale(1024.0) else 0)
+
+
 def test_an_overflow_is_a_row_like_any_other(tmp_path):
     """A first scale that is too high, with all that can be logged."""
     path = tmp_path / "metrics.jsonl"
