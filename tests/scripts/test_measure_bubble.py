@@ -10,7 +10,7 @@ from scripts.measure_bubble import Row, best_of, bubbles, main, verdict
 
 
 def rows(*ratios: float, schedule: str = "1f1b", chunks: int = 1) -> list[Row]:
-    return [Row(schedule, chunks, 0.2 * ratio, 0.2) for ratio in ratios]
+    return [Row(schedule, chunks, 0.3, 0.2 * ratio, 0.2) for ratio in ratios]
 
 
 BUSY, QUIET = rows(1.4, 1.2), rows(1.4, 1.2, 1.04)
@@ -50,15 +50,23 @@ def test_the_best_round_of_each_schedule():
         ([0.5, 0.4, 0.45], 3, 1, "0 of 1 schedules hold, missed by 1f1b x 1"),
     ],
 )
-def test_a_schedule_that_misses_is_measured_again(monkeypatch, capsys, found, rounds, code, said):
-    told = iter(found)
-    monkeypatch.setattr(measure_bubble, "bubbles", lambda *_: (next(told), 3 / 11))
+def test_a_schedule_that_misses_is_measured_again_with_longer_sleeps(
+    monkeypatch, capsys, found, rounds, code, said
+):
+    told, units = iter(found), []
+
+    def bubbles(pool, schedule, pp, microbatches, chunks, unit):
+        units.append(unit)
+        return next(told), 3 / 11
+
+    monkeypatch.setattr(measure_bubble, "bubbles", bubbles)
     assert main(["--schedule", "1f1b"]) == code
     out = capsys.readouterr().out
     assert out.count("\n1f1b ") == rounds
     assert "bar: a bubble within 5% of the plan's" in out and said in out
     assert out.count("MISSES") == rounds - 1 + code
-    assert ("try --unit 0.6 or more --rounds" in out) == (code == 1)
+    assert ("a longer --unit than 0.3 or more --rounds than 3" in out) == (code == 1)
+    assert units == pytest.approx([0.3, 0.6, 0.9][:rounds])
 
 
 @pytest.mark.parametrize(
