@@ -88,6 +88,8 @@ def carry_out(
         at_step=world.at_step,
         at_write=world.at_write,
         began=world.began,
+        stops_at=world.stops_at,
+        afterwards=world.afterwards(),
         progress_bar=world.has_terminal(),
     )
     return run(config, grid, inputs)

@@ -21,6 +21,7 @@ from core.comm.ledger import format_table
 from core.data_parallel.config import DataParallelConfig
 from core.data_parallel.ddp import DataParallel
 from core.feed import Feed
+from core.forecast import Forecast
 from core.grid import ParallelConfig
 from core.memory_report import MemoryReport
 from core.metrics import Metrics
@@ -50,6 +51,7 @@ from core.train import (
 from core.train_config import CheckpointConfig, LoggingConfig, TrainConfig
 
 READ_AHEAD = 2  # microbatches of training
+JOB_LIMIT = "the job's time limit"
 
 
 class Sections(Protocol):
@@ -121,6 +123,8 @@ class Inputs:
     at_step          told the number of every step before it begins
     at_write         told the seconds that each write of --async-save has taken
     began            time.monotonic() of the process, for --exit-duration-in-mins
+    stops_at         time.time() at which the job's limit will stop the run, or None
+    afterwards       what follows then, or ""
     """
 
     stages: Sequence[Stage]
@@ -134,6 +138,8 @@ class Inputs:
     at_step: Callable[[int], None] = lambda step: None
     at_write: Callable[[float], None] = lambda seconds: None
     began: float = field(default_factory=time.monotonic)
+    stops_at: Callable[[], float | None] = lambda: None
+    afterwards: str = ""
     progress_bar: bool = False
 
 
@@ -160,10 +166,7 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
     stopped = asked()
     if data is not None:
         checkpoints.data_record = data.record
-    with (
-        reporting(config, grid, inputs, state, last) as metrics,
-        checkpoints,
-    ):
+    with reporting(config, grid, inputs, state, last) as metrics, checkpoints:
         for line in (*inputs.facts, *(data.facts if data else ()), *checkpoints.notes):
             metrics.message(line)
         if stopped is not None:
@@ -176,7 +179,8 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
         else:
             for line in sharding_cost(trainer, state.consumed_samples):
                 metrics.message(line)
-            with MemoryReport(trainer, metrics.message, inputs.at_step) as memory:
+            forecast = forecast_of(config, inputs, state.iteration, last, metrics.message)
+            with MemoryReport(trainer, metrics.message, forecast.at_step) as memory:
                 stopped = train(
                     trainer,
                     state,
@@ -307,6 +311,34 @@ def limits(config: Sections, last: int) -> Limits:
         exit_interval=config.train.exit_interval,
         exit_duration_in_mins=config.train.exit_duration_in_mins,
     )
+
+
+def forecast_of(
+    config: Sections, inputs: Inputs, done: int, last: int, say: Callable[[str], None]
+) -> Forecast:
+    """Whether this run, with so many iterations done, fits into its job or its own duration."""
+    minutes, interval = config.train.exit_duration_in_mins, config.train.exit_interval
+
+    def ends() -> tuple[float, str] | None:
+        found = []
+        if (at := inputs.stops_at()) is not None:
+            found.append((at, JOB_LIMIT))
+        if minutes is not None:
+            left = inputs.began + 60 * minutes - time.monotonic()
+            found.append((time.time() + left, f"--exit-duration-in-mins {minutes:g}"))
+        return min(found, default=None)
+
+    def then(why: str) -> str:
+        if config.checkpoint.save is None:
+            return "without --save nothing of it is kept"
+        if inputs.afterwards:
+            return f"it saves and stops there, and {inputs.afterwards}"
+        hint = " (scripts/submit.py would have it requeued)" if why == JOB_LIMIT else ""
+        return f"it saves and stops there{hint}"
+
+    if interval is not None:
+        last = min(last, done - done % interval + interval)
+    return Forecast(say, inputs.at_step, last=last, ends=ends, then=then)
 
 
 def reporting(

@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from core.launch.signals import AFTERWARDS, EARLY_SIGNAL
 from core.launch.slurm import parse_time_limit
 from core.process_memory import share_freed_memory
 
@@ -37,6 +38,7 @@ class Job:
     folder    for the batch file, the log and the failure records
     save      the program's --save, or None: without it there is nothing to go on from
     extra     further sbatch options, e.g. --partition=gpu
+    requeue   this job goes on by itself; `chain`: in another one, submitted already
     """
 
     name: str
@@ -53,6 +55,7 @@ class Job:
     save: str | None
     extra: tuple[str, ...] = ()
     requeue: bool = True
+    chain: bool = False
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -143,6 +146,7 @@ def make_job(
         save=save,
         extra=tuple(args.sbatch),
         requeue=args.chain == 1 and save is not None,
+        chain=args.chain > 1,
     )
     return job, args.chain, args.dry_run
 
@@ -200,6 +204,7 @@ def _environment(job: Job) -> list[str]:
         "# Every rank that fails leaves a record here.",
         f"export PHALANX_RECORDS={records}",
         'mkdir -p "$PHALANX_RECORDS"',
+        *_outlook(job),
         "# How long this site lets a job live after TERM; the ranks say where they are before.",
         "export PHALANX_KILL_WAIT=$(scontrol show config | awk '/^KillWait/ {print $3}')",
         "# At the time limit this script outlives srun, to say why and to requeue the job.",
@@ -213,6 +218,15 @@ def _environment(job: Job) -> list[str]:
             "port=$((20000 + SLURM_JOB_ID * 31 % 10000))",
         ]
     return lines
+
+
+def _outlook(job: Job) -> list[str]:
+    follows = "requeue" if job.requeue else "chain" if job.chain else ""
+    return [
+        "# For the line that says how far a run will get before the time limit.",
+        f"export {EARLY_SIGNAL}={job.lead}",
+        *([f"export {AFTERWARDS}={follows}"] if follows else []),
+    ]
 
 
 def _start(job: Job) -> list[str]:

@@ -53,6 +53,12 @@ class StandInWorld:
     def stop_requested(self) -> str | None:
         return None
 
+    def stops_at(self) -> float | None:
+        return None
+
+    def afterwards(self) -> str:
+        return ""
+
     def has_terminal(self) -> bool:
         return False
 

@@ -29,6 +29,10 @@ SITE_WAIT = "PHALANX_KILL_WAIT"  # the site's KillWait, if the batch script has 
 # Stop when the job's end is nearer than this and twice the longest step, saves included, and the
 # longest write in the background: the present one may have to end before the last one begins.
 END_MARGIN = 15.0
+# What a batch script tells the ranks of it: when its signal comes (seconds before the limit; SLURM
+# may send it a minute earlier), and what follows a run that was stopped.
+EARLY_SIGNAL, AFTERWARDS = "PHALANX_EARLY_SIGNAL", "PHALANX_AFTERWARDS"
+FOLLOWS = {"requeue": "the job is requeued", "chain": "the next job of the chain goes on"}
 # SIGUSR1 that came before there was a StopSignal: SLURM may send it while torch is imported.
 EARLY: list[int] = []
 
@@ -82,9 +86,14 @@ class StopSignal:
     def poll(self, longest: float = 0.0) -> str | None:
         """The reason to stop, if there is one. `longest`: seconds of a step and what is saved in it
         or beside it."""
-        if self.end is not None and time.time() + END_MARGIN + 2 * longest > self.end:
+        latest = self.latest(longest)
+        if latest is not None and time.time() > latest:
             self.request("the job's time limit is near")
         return self.requested
+
+    def latest(self, longest: float = 0.0) -> float | None:
+        """time.time() after which `poll` finds the limit near, whatever signals come; or None."""
+        return None if self.end is None else self.end - END_MARGIN - 2 * longest
 
     def request(self, reason: str) -> None:
         if self.requested is None:
@@ -118,6 +127,12 @@ def grace_after_term(environ: Mapping[str, str]) -> float | None:
         return None
     told = environ.get(SITE_WAIT, "")
     return max(SPARE, (float(told) if told.isdecimal() else KILL_WAIT) - SPARE)
+
+
+def early_signal(environ: Mapping[str, str]) -> float:
+    """Seconds before its limit at which the job is sent a signal, as far as its script has said."""
+    told = environ.get(EARLY_SIGNAL, "")
+    return float(told) if told.isdecimal() else 0.0
 
 
 def job_end(environ: Mapping[str, str], rank: int) -> float | None:

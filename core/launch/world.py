@@ -26,7 +26,14 @@ from core.launch.hang import Progress
 from core.launch.here import STARTED, reporter_for
 from core.launch.place import LaunchError, Place
 from core.launch.rendezvous import circle_of, connect, meet
-from core.launch.signals import StopSignal, grace_after_term, job_end
+from core.launch.signals import (
+    AFTERWARDS,
+    FOLLOWS,
+    StopSignal,
+    early_signal,
+    grace_after_term,
+    job_end,
+)
 from core.launch.status import Status
 from core.launch.supervise import GOOD_EXITS
 from core.launch.tee import tee_output
@@ -80,6 +87,17 @@ class World:
         """Why this rank should stop: a signal's name, the time limit; or None. One is enough."""
         self.progress.polled()
         return self.signals.poll(self.progress.longest + self.progress.longest_write)
+
+    def stops_at(self) -> float | None:
+        """time.time() at which this rank will be asked to stop at the latest; None: not known."""
+        latest = self.signals.latest(self.progress.longest + self.progress.longest_write)
+        if latest is None:
+            return None
+        return min(latest, self.signals.end - early_signal(os.environ))
+
+    def afterwards(self) -> str:
+        """What follows when the job's limit has stopped this run, in words; "": not known."""
+        return FOLLOWS.get(os.environ.get(AFTERWARDS, ""), "")
 
     def has_terminal(self) -> bool:
         """Whether somebody watches this rank's stderr on a screen that can redraw a line."""

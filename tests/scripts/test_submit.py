@@ -1,6 +1,7 @@
 """SLURM batch files: what is asked for is what they say, and they are valid bash."""
 
 import importlib
+import re
 import subprocess
 
 import pytest
@@ -48,6 +49,22 @@ def test_torchrun_is_one_task_a_node_and_gets_term(capsys) -> None:
 def test_without_a_save_folder_there_is_nothing_to_go_on_from(capsys) -> None:
     text = text_of(capsys, program=["pretrain_gpt.py", "--mock-data"])
     assert "scontrol requeue" not in text and "#SBATCH --no-requeue\n" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "program", "follows"),
+    [
+        ([], PROGRAM, "requeue"),
+        (["--chain", "3"], PROGRAM, "chain"),
+        ([], ["pretrain_gpt.py", "--mock-data"], None),
+    ],
+)
+def test_the_ranks_are_told_what_follows_a_stop(capsys, arguments, program, follows) -> None:
+    text = text_of(capsys, "--signal-seconds", "120", *arguments, program=program)
+    told = dict(re.findall(r"^export (PHALANX_[A-Z_]+)=(\w+)$", text, re.M))
+    assert told["PHALANX_EARLY_SIGNAL"] == "120"
+    assert told.get("PHALANX_AFTERWARDS") == follows
+    assert ("scontrol requeue" in text) == (follows == "requeue")
 
 
 def test_a_short_job_saves_in_its_last_quarter(capsys) -> None:

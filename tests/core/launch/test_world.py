@@ -143,6 +143,23 @@ def test_the_time_limit_leaves_room_for_a_write_beside_the_steps() -> None:
     assert world.stop_requested() == "the job's time limit is near"
 
 
+def test_how_long_a_job_lets_a_run_go_on(monkeypatch) -> None:
+    """Until its script's signal or until the limit is near, whichever is first."""
+    stop, progress = StopSignal(), Progress(Ledger(), None, 600.0)
+    parts = {"group": None, "reporter": None, "signals": stop, "progress": progress}
+    world = World(0, 1, 0, 1, "cpu", "test", "none", **parts)
+    for name in ("PHALANX_EARLY_SIGNAL", "PHALANX_AFTERWARDS"):
+        monkeypatch.delenv(name, raising=False)
+    assert (world.stops_at(), world.afterwards()) == (None, "")
+    stop.end, progress.longest, progress.longest_write = 5000.0, 20.0, 10.0
+    assert world.stops_at() == 5000 - 15 - 2 * 30
+    monkeypatch.setenv("PHALANX_EARLY_SIGNAL", "300")
+    monkeypatch.setenv("PHALANX_AFTERWARDS", "requeue")
+    assert (world.stops_at(), world.afterwards()) == (4700.0, "the job is requeued")
+    progress.longest = 200.0
+    assert world.stops_at() == 5000 - 15 - 2 * 210
+
+
 def test_a_status_that_cannot_be_written_is_a_warning(tmp_path, capsys) -> None:
     """The checkpoint is there: the run was stopped, and has not failed."""
     (tmp_path / "file").touch()
