@@ -263,7 +263,7 @@ class Checkpoints:
             chosen = given if override else saved
             if given or saved:
                 which = "command line" if override else "checkpoint"
-                self.notes.append(
-                    f"--decoupled-lr is {'on' if chosen else 'off'}, as the {which} has it"
-                )
+                way_out = "" if override else f"; {schedules.WAY_OUT}"
+                state = "on" if chosen else "off"
+                self.notes.append(f"--decoupled-lr is {state}, as the {which} has it{way_out}")
         setattr(trainer, name, chosen)

@@ -26,6 +26,7 @@ _DECAYS: dict[str, Callable[[float], float]] = {
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
+WAY_OUT = "--override-opt-param-scheduler takes the command line's"  # where a checkpoint's wins
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,7 @@ def resume(given: Schedule, saved: Schedule, *, override: bool) -> tuple[Schedul
     if not differences:
         return given, []
     used = "the command line" if override else "the checkpoint"
-    way_out = "" if override else "; --override-opt-param-scheduler takes the command line's"
+    way_out = "" if override else f"; {WAY_OUT}"
     heading = f"schedule settings differ (command line, checkpoint); {used} wins{way_out}"
     return (given if override else saved), [heading, *differences]
 

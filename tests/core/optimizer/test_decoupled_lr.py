@@ -13,7 +13,7 @@ from core.optimizer.config import OptimizerConfig
 from core.optimizer.schedule import Schedule
 from core.train import TrainState
 from models.config import GPTConfig
-from tests.recipe import contents, run_recipe
+from tests.recipe import assert_same_bits, contents, run_recipe
 from tests.training import GPT2, Layout, gathered, make_trainer
 
 LR, OTHER = 0.5, 0.125
@@ -66,3 +66,50 @@ def test_the_flag_reaches_the_tables(tmp_path, tables):
     same, apart = (contents(tmp_path / name) for name in ("same", "apart"))
     moved = {name for name in same if not torch.equal(same[name], apart[name])}
     assert moved == {f"model/{name}" for name in TABLES[tables]}
+
+
+# ---- resuming ------------------------------------------------------------------------------------
+
+ALONE = Group.single("world")
+FOUR = ("--train-iters", 4, "--lr-decay-style", "cosine", "--min-lr", 1e-4)
+RATE = ("--decoupled-lr", 1e-1)
+OVERRIDE = "--override-opt-param-scheduler"
+
+
+@pytest.fixture(scope="module")
+def two_of_four(tmp_path_factory):
+    """{"with", "without" --decoupled-lr: a folder with iterations 2 and 4 of 4}"""
+    folders = {}
+    for name, more in (("with", RATE), ("without", ())):
+        folders[name] = tmp_path_factory.mktemp(name)
+        run_recipe(ALONE, *FOUR, *more, "--save", folders[name], "--save-interval", 2)
+    return folders
+
+
+@pytest.mark.parametrize(
+    ("saved", "flags", "said"),
+    [
+        ("with", RATE, ""),
+        ("with", (), f"--decoupled-lr is on, as the checkpoint has it; {OVERRIDE} takes"),
+        ("with", ("--decoupled-lr", 1e-2), f"the checkpoint wins; {OVERRIDE} takes"),
+        ("without", RATE, f"--decoupled-lr is off, as the checkpoint has it; {OVERRIDE} takes"),
+    ],
+    ids=["same", "dropped", "other", "added"],
+)
+def test_a_resumed_run_keeps_the_tables_rate(two_of_four, tmp_path, saved, flags, said):
+    load = ("--load", two_of_four[saved], "--ckpt-step", 2, "--save", tmp_path)
+    code, printed = run_recipe(ALONE, *FOUR, *flags, *load)
+    assert code == 0
+    assert said in printed and (OVERRIDE in printed) == bool(said)
+    assert_same_bits(contents(tmp_path), contents(two_of_four[saved], 4))
+
+
+@pytest.mark.parametrize(("saved", "flags"), [("with", ()), ("without", RATE)])
+def test_or_takes_the_command_lines(two_of_four, tmp_path, saved, flags):
+    load = ("--load", two_of_four[saved], "--ckpt-step", 2, "--save", tmp_path, OVERRIDE)
+    _, printed = run_recipe(ALONE, *FOUR, *flags, *load)
+    assert f"--decoupled-lr is {'on' if flags else 'off'}, as the command line has it" in printed
+    assert "takes the command line's" not in printed
+    kept, here = contents(two_of_four[saved], 4), contents(tmp_path)
+    for name in ("model/embedding.word.weight", "optimizer/exp_avg/embedding.word.weight"):
+        assert not torch.equal(here[name], kept[name])
