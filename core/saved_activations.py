@@ -2,16 +2,16 @@
 
 Inside, every tensor that an operation saves is seen when it is packed and let go when its node is.
 A piece of memory counts once, however many tensors lie in it; parameters and what else is named as
-`known` do not count, nor does memory that is given up soon after (CheckpointWithoutOutput). Seen
-are the threads that run inside: on a CPU also the graphs that a recomputation makes. Imports
-torch only.
+`known` do not count, nor does what `elsewhere` says is counted elsewhere, nor memory that is given
+up soon after (CheckpointWithoutOutput). Seen are the threads that run inside: on a CPU also the
+graphs that a recomputation makes. Imports torch only.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -32,12 +32,20 @@ class _Kept:
 
 
 class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
-    """now, most   bytes kept, and the most that were kept at once"""
+    """now, most   bytes kept, and the most that were kept at once
+    at_change   is called whenever something is kept or let go
+    """
 
-    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        known: Iterable[Tensor] = (),
+        elsewhere: Callable[[Tensor], bool] = lambda tensor: False,
+        at_change: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(self._pack, self._unpack)
         self.now = self.most = 0
         self._known = {t.untyped_storage()._cdata for t in known}
+        self._elsewhere, self._at_change = elsewhere, at_change
         self._uses: Counter[int] = Counter()
         self._sizes: dict[int, int] = {}
         self._recent: deque[weakref.ref[_Kept]] = deque(maxlen=RECENT)
@@ -49,7 +57,7 @@ class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
     def _pack(self, tensor: Tensor) -> object:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._known:
+        if key in self._known or (not self._uses[key] and self._elsewhere(tensor)):
             return tensor
         if not self._uses[key]:
             self._sizes[key] = 0
@@ -59,6 +67,7 @@ class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
         for recent in self._recent:
             self._weigh(recent())
         self.most = max(self.most, self.now)
+        self._at_change()
         return kept
 
     def _weigh(self, kept: _Kept | None) -> None:
@@ -75,3 +84,4 @@ class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
         self._uses[key] -= 1
         if not self._uses[key]:
             self.now -= self._sizes.pop(key)
+        self._at_change()

@@ -69,24 +69,12 @@ def layer_parts(config: TransformerConfig, cut: Cut) -> dict[str, int]:
     }
 
 
-def end_bytes(config: TransformerConfig, cut: Cut, first: bool, last: bool) -> int:
-    """Beside the blocks: the embedding's dropout; the last norm and the hidden states' gradient."""
+def end_bytes(config: TransformerConfig, cut: Cut) -> tuple[int, int]:
+    """Before the blocks, the embedding's dropout; behind them, what the last norm is given. What
+    the loss keeps is its own (core/tensor_parallel/output_loss_memory.py)."""
     width = config.seq_length * cut.batch * config.hidden_size
     width //= cut.tp if cut.sequence_parallel else 1
-    found = width if first and config.hidden_dropout else 0
-    return found + (width * (max(cut.element, 4) + cut.element) if last else 0)
-
-
-def loss_buffer_bytes(
-    config: TransformerConfig, cut: Cut, *, chunk: int | None, at_once: int = 1
-) -> int:
-    """Logits in memory: of `at_once` chunks of tokens; None: of all, with their softmax and its
-    gradient, as the unfused loss has them."""
-    tokens = config.seq_length * cut.batch
-    per_token = config.padded_vocab_size(cut.tp) // cut.tp * max(cut.element, 4)
-    if chunk is None:
-        return 3 * tokens * per_token
-    return at_once * min(chunk, tokens) * per_token
+    return width if config.hidden_dropout else 0, width * max(cut.element, 4)
 
 
 @dataclass(frozen=True)
@@ -111,12 +99,17 @@ def kept_bytes(
         selective -= parts["norm_outputs"]
     kept = inputs = largest = 0
     whole_input = config.seq_length * cut.batch * config.hidden_size
-    whole_input *= cut.residual or cut.element
+    wide = cut.residual or cut.element
+    whole_input *= wide
     is_cut = cut.sequence_parallel or recompute.distribute_saved_activations
+    # the first norm computed again keeps the unit's input itself, if that is wide enough and whole
+    again_input = 0
+    if wide >= 4 and not recompute.distribute_saved_activations:
+        again_input = whole_input // cut.tp if cut.sequence_parallel else whole_input
     for unit in recompute.units(layers):
         if unit.again:
             inputs += whole_input // cut.tp if is_cut else whole_input
-            largest = max(largest, whole * len(unit.layers))
+            largest = max(largest, whole * len(unit.layers) - again_input)
         else:
             kept += selective * len(unit.layers)
     # A stage's last layers go first: they are gone when its first ones are computed again. In the

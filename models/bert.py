@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 
 import torch
@@ -33,6 +34,7 @@ from core.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from core.tensor_parallel.output_loss import vocab_parallel_linear_cross_entropy
+from core.tensor_parallel.output_loss_memory import LossShape
 from models.config import TOKEN_TYPES, BertConfig
 from models.stack import Stack, build_stack
 from models.transformer import Activation, Build, Norm, exact_gelu
@@ -128,6 +130,12 @@ class BertStage(Stack):
             self.language_head = LanguageHead(config, self.padded_size, build)
             self.binary_head = BinaryHead(config, build) if config.binary_head else None
 
+    def loss_shape(self, config: BertConfig, batch: int) -> LossShape:
+        """The masked tokens alone, of which there may be a few more or less."""
+        shape = super().loss_shape(config, batch)
+        masked = math.ceil(config.mask_prob * shape.tokens)
+        return dataclasses.replace(shape, tokens=masked, strips=1)
+
     @property
     def needs(self) -> set[str]:
         names = super().needs - {"position_ids"}
@@ -183,11 +191,16 @@ class BertStage(Stack):
         rows = hidden.reshape(len(kept), -1).index_select(0, places)
         rows = self.language_head(rows)
         labels = batch["labels"].t().reshape(-1)[places]
+        with self.making_loss(rows):
+            return self._loss_of(rows, labels, kept[places])
+
+    def _loss_of(self, rows: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        """Sum over n tokens: rows [n, h], labels and weights [n]."""
         if self.loss_mode == "unfused":
             losses = vocab_parallel_cross_entropy(
                 self.logits(rows), labels, 0.0, self.tp, vocab_size=self.vocab_size
             )
-            return (losses * kept[places].to(losses.dtype)).sum()
+            return (losses * weights.to(losses.dtype)).sum()
         weight = self.embedding.word.weight
         may_wait = self.training and self.loss_mode in ("auto", "split")
         return vocab_parallel_linear_cross_entropy(
@@ -195,7 +208,7 @@ class BertStage(Stack):
             weight,
             labels,
             bias=self.language_head.bias,
-            weights=kept[places],
+            weights=weights,
             vocab_size=self.vocab_size,
             reduction="sum",
             mode=self.loss_mode,

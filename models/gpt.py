@@ -72,7 +72,9 @@ class GPTStage(Stack):
             return hidden
         labels, weights = batch["labels"].t(), batch["loss_mask"].t()  # [s, b]
         make = self._unfused_loss if self.loss_mode == "unfused" else self._fused_loss
-        return Loss(make(hidden, labels, weights), weights.sum())
+        with self.making_loss(hidden):
+            loss = make(hidden, labels, weights)
+        return Loss(loss, weights.sum())
 
     def _fused_loss(self, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         """Output layer and loss in one; the logits never exist."""

@@ -19,8 +19,8 @@ from core.pipeline_parallel.stage import Batch, Stage, WireSpec
 from core.process_grid import ProcessGrid
 from core.random import DropoutKeys
 from core.tensor_parallel import checkpoint
-from core.tensor_parallel.output_loss_operands import default_chunk
-from models.activations import Cut, end_bytes, kept_bytes, loss_buffer_bytes
+from core.tensor_parallel.output_loss_memory import LossShape, loss_bytes
+from models.activations import Cut, end_bytes, kept_bytes
 from models.config import TransformerConfig
 from models.embedding import Embedding
 from models.recompute import RecomputeConfig, Unit
@@ -103,16 +103,25 @@ class Stack(Stage):
         element, residual = self.build.dtype.itemsize, self.wire.dtype.itemsize
         cut = Cut(batch, self.tp.size, self.sequence_parallel, element, residual)
         blocks = kept_bytes(config, recompute, layers, cut)
-        ends = end_bytes(config, cut, self.is_first, self.is_last)
-        self.saved_bytes = (blocks.kept + ends, blocks.most + ends)
+        before, behind = end_bytes(config, cut)
+        before, behind = before * self.is_first, behind * self.is_last
+        kept = before + blocks.kept + behind
+        # the blocks' backward begins when what is behind them has gone
+        self.saved_bytes = (kept, max(kept, before + blocks.most))
         if self.is_last:
-            chunk, ways = None, self.tp.size
-            if config.loss_mode != "unfused":
-                weight = torch.empty(0, dtype=self.build.dtype, device=self.build.device)
-                columns = -(-config.vocab_size // ways)
-                chunk = default_chunk(config.loss_mode, columns, weight, ways)
-            at_once = 2 if ways > 1 else 1
-            self.loss_bytes = loss_buffer_bytes(config, cut, chunk=chunk, at_once=at_once)
+            weight = torch.empty(0, dtype=self.build.dtype, device=self.build.device)
+            self.loss_bytes = loss_bytes(self.loss_shape(config, batch), config.loss_mode, weight)
+
+    def loss_shape(self, config: TransformerConfig, batch: int) -> LossShape:
+        """Of a microbatch of `batch` samples."""
+        return LossShape(
+            tokens=config.seq_length * batch,
+            hidden=config.hidden_size,
+            vocabulary=config.vocab_size,
+            padded=self.padded_size,
+            ranks=self.tp.size,
+            strips=self.tp.size if self.sequence_parallel else 1,
+        )
 
     def _embedding(
         self, config: TransformerConfig, build: Build, token_types: int, norm: Norm | None

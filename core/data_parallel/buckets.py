@@ -114,6 +114,15 @@ class BucketMemory:
             if start < stop:
                 yield slot, flat[start - first : stop - first]
 
+    @property
+    def passing_bytes(self) -> int:
+        """Of parameters and gradients that are here now and are not kept."""
+        size = self.params.untyped_storage().nbytes() if self.shards_params else 0
+        if self.shards_grads:
+            size += 0 if self.grads is None else self.grads.nbytes
+            size += 0 if self._reducing is None else self.bucket.length * self.message.itemsize
+        return size
+
     # -- gradients ---------------------------------------------------------------------------------
 
     def begin_step(self) -> None:

@@ -2,7 +2,7 @@
 
 A model module derives from `Stage` and writes `compute`; the executor calls `forward_step` and
 `backward_step` (or `input_grad_step` and `weight_grad_step`) with microbatch numbers, and knows no
-model. Imports torch only.
+model.
 
 Neighbours: core.pipeline_parallel.executor (the caller), weight_queue (what waits between the two
 halves of a backward), models.gpt and models.bert (the stages).
@@ -11,12 +11,14 @@ halves of a backward), models.gpt and models.bert (the stages).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from core.loss_memory import LossMemory
 from core.pipeline_parallel.weight_queue import WeightGradQueue
 
 Batch = Mapping[str, Tensor]
@@ -73,11 +75,13 @@ class Stage(nn.Module):
     reports   names of the sums that the last stage makes, the same on every stage
 
     For the memory report, where a model says so: bytes that autograd keeps of a microbatch and the
-    most while its backward runs (saved_bytes), and those of the loss's own buffer (loss_bytes).
+    most while its backward runs (saved_bytes), and likewise those of output layer and loss, which
+    do not count there (loss_bytes). loss_memory sees the latter, while somebody looks.
     """
 
     saved_bytes: tuple[int, int] = (0, 0)
-    loss_bytes: int = 0
+    loss_bytes: tuple[int, int] = (0, 0)
+    loss_memory: LossMemory | None = None
     reports: tuple[str, ...] = ("loss", "tokens")
 
     def __init__(self, index: int, count: int, wire: WireSpec) -> None:
@@ -118,7 +122,16 @@ class Stage(nn.Module):
     def defer(self) -> Callable[[Callable[[], object]], None] | None:
         """Takes weight-gradient work that a backward makes: done at W where the backward is split.
         None where it is not. For layers that have no `weight_grad`, such as the output loss."""
-        return None if self._queue is None else self._queue.put
+        if self._queue is None or self.loss_memory is None:
+            return None if self._queue is None else self._queue.put
+        put, memory = self._queue.put, self.loss_memory
+        return lambda work: put(memory.of(work))
+
+    def making_loss(self, hidden: Tensor) -> AbstractContextManager:
+        """To be around what makes a loss of the last hidden states, for the memory report."""
+        if self.loss_memory is None or not self.training:
+            return nullcontext()
+        return self.loss_memory.forward(hidden)
 
     def gradient_sum(self, weight: nn.Parameter) -> Callable[[], tuple[Tensor, bool]] | None:
         """Gives the memory where gradients of `weight` add up, and whether this one is the first
@@ -174,7 +187,11 @@ class Stage(nn.Module):
         gradient: of the output, None on the last stage (it is `upstream`).
         Returns the gradient of the input, None on the first stage.
         """
-        return _backward(self._in_flight.pop(microbatch), gradient)
+        return self._backward(self._in_flight.pop(microbatch), gradient)
+
+    def _backward(self, kept: InFlight, gradient: Tensor | None) -> Tensor | None:
+        with nullcontext() if self.loss_memory is None else self.loss_memory.backward():
+            return _backward(kept, gradient)
 
     def split_backward(self) -> None:
         """From now on I may leave weight gradients for W; called before the first such step."""
@@ -185,7 +202,7 @@ class Stage(nn.Module):
     def input_grad_step(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """As `backward_step`, but weight gradients wait for `weight_grad_step`."""
         with self._queue.holding(microbatch):
-            return _backward(self._in_flight[microbatch], gradient)
+            return self._backward(self._in_flight[microbatch], gradient)
 
     def weight_grad_step(self, microbatch: int) -> None:
         """The weight gradients that `input_grad_step` has left."""

@@ -80,8 +80,13 @@ def vocab_parallel_cross_entropy(
     return _VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, columns)
 
 
+def block_elements(device: torch.device) -> int:
+    """Of logits that are worked on at once."""
+    return BLOCK.get(device.type, BLOCK_ON_DEVICE)
+
+
 def _blocks(rows: int, columns: int, device: torch.device) -> Iterator[slice]:
-    step = max(1, BLOCK.get(device.type, BLOCK_ON_DEVICE) // max(columns, 1))
+    step = max(1, block_elements(device) // max(columns, 1))
     return (slice(first, first + step) for first in range(0, rows, step))
 
 

@@ -131,7 +131,12 @@ class OutputLayer:
             return -(-chunk // self.strips)
         columns = None if self.vocab_size is None else -(-self.vocab_size // self.group.size)
         most = -(-default_chunk(mode, columns, self.weight, self.group.size) // self.strips)
-        return -(-mine // -(-mine // most))  # chunks of nearly one size
+        return even_chunk(mine, most)
+
+
+def even_chunk(tokens: int, most: int) -> int:
+    """Tokens in a chunk, so that chunks are of nearly one size."""
+    return -(-tokens // -(-tokens // most))
 
 
 def default_chunk(mode: str, columns: int | None, weight: Tensor, ranks: int) -> int:

@@ -316,7 +316,8 @@ class _Pipeline:
         """The loss; `gradients` and `lse` are complete afterwards."""
         job = self.job
         tokens = min(job.chunk, len(hidden)) * job.strips
-        slots = [self.logits.slot(tokens) for _ in range(2 if job.group.size > 1 else 1)]
+        several = job.group.size > 1 and len(hidden) > job.chunk
+        slots = [self.logits.slot(tokens) for _ in range(2 if several else 1)]
         flying: deque[_Flight] = deque()
         for a, b, part in chunks(job, hidden):
             slots.append(slots.pop(0))
