@@ -43,7 +43,9 @@ LOOK = (
 )
 EVENTS = 50  # of the ledger, that a rank answers with
 FRAMES = 6  # of the main thread, that an answer and a report show
-WRITE_WAIT = 1.0  # seconds for stacks to be written; a dead file system may be why a run hangs
+# Seconds for stacks to be written: a dead file system may be why a run hangs. They are counted in
+# looks, since a machine that has stood still is no dead file system.
+WRITE_WAIT, WRITE_LOOK = 1.0, 0.05
 
 
 class AwakeClock:
@@ -193,7 +195,10 @@ def write_account_in_time(folder: str | Path, rank: int, text: str) -> bool:
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
-    thread.join(WRITE_WAIT)
+    for _ in range(round(WRITE_WAIT / WRITE_LOOK)):
+        thread.join(WRITE_LOOK)
+        if not thread.is_alive():
+            break
     return written.is_set()
 
 

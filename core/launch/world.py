@@ -43,7 +43,8 @@ from core.launch.watch import Watch
 if TYPE_CHECKING:
     from core.comm import Group
 
-DESTROY_WAIT = 10.0  # seconds for torch to take its groups apart
+# Seconds for torch to take its groups apart, in looks: the machine may stand still meanwhile.
+DESTROY_WAIT, LOOK = 10.0, 0.1
 
 
 class Settings(Protocol):
@@ -183,8 +184,11 @@ def stop(world: World, *, seconds: float = 60.0) -> None:
     world.watch.finish(seconds)
     taking_apart = threading.Thread(target=dist.destroy_process_group, daemon=True)
     taking_apart.start()
-    taking_apart.join(DESTROY_WAIT)
-    if taking_apart.is_alive():
+    for _ in range(round(DESTROY_WAIT / LOOK)):
+        taking_apart.join(LOOK)
+        if not taking_apart.is_alive():
+            break
+    else:
         leave(0)
     sys.excepthook = sys.__excepthook__
 

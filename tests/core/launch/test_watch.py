@@ -235,7 +235,7 @@ def test_every_rank_of_a_hung_run_leaves_its_stacks(watching, tmp_path, capfd, p
     watched._progress.still = lambda: 61.0
     watched._asked -= 40.0
     for one in (reporter, other):
-        assert one.event.wait(30)
+        assert one.event.wait(60)
         assert (one.said[0].rank, one.said[0].stacks) == (1, reporter.said[0].stacks)
     (folder,) = {one.said[0].stacks for one in (reporter, other)}
     assert folder.startswith(f"{save}/hang-")
@@ -255,7 +255,7 @@ def test_no_stacks_of_a_run_that_did_not_hang(watching, store, tmp_path) -> None
     watched, reporter = watching(Circle(here(0), None, here(0), (here(0), here(1)), 2))
     reporter.status_dir = tmp_path
     watched.announce(Failure(1, "ValueError: planted"))
-    assert reporter.event.wait(30)
+    assert reporter.event.wait(60)
     assert list(tmp_path.iterdir()) == []
 
 

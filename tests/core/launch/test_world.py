@@ -30,7 +30,9 @@ from tests.core.launch.test_supervise import PROGRAM, clean_environ, start
 # Seconds: for started processes to end; and for the end of a run after the moment that decides it,
 # on a machine that may stand still for some. Else it would take a minute, or for ever.
 LIMIT, SOON = 180, 45
+PORT = str(20000 + os.getpid() % 10000)  # without one, all torchruns of a machine meet at 29500
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+TORCHRUN += ["--master-port", PORT]
 
 
 def run(*arguments: str, launcher=(), **environ: str) -> tuple[int, str, str]:
