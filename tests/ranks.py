@@ -1,9 +1,9 @@
 """A pool of gloo processes in which tests run functions: `ranks.run(fn, *args, size=2)`.
 
 Importing torch and starting a process costs seconds, so the processes live as long as the test
-session: a forkserver that has imported torch makes them, one pipe per rank carries functions by
-qualified name, and every run gets a default process group of its own by a rendezvous through a
-fresh file (no port, so nothing can clash). A run on 4 ranks costs about 60 ms.
+session: a forkserver that has imported torch and our modules makes them, one pipe per rank carries
+functions by qualified name, and every run gets a default process group of its own by a rendezvous
+through a fresh file (no port, so nothing can clash). A run on 4 ranks costs about 60 ms.
 
 Nothing hangs: a rank that fails, dies or is silent ends the run, ranks that are stuck are killed
 and replaced, and the failure is raised in the test with its rank, traceback and ledger tail.
@@ -68,7 +68,7 @@ class RankPool:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "tests.ranks"])
+        self._context.set_forkserver_preload(["numpy", "tests.ranks", "tests.training"])
         self._workers: list[_Worker] = []
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         self._runs = 0

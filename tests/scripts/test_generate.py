@@ -1,5 +1,7 @@
 """scripts/generate.py: what it reads from a checkpoint, how it chooses, what it says."""
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -157,12 +159,20 @@ def test_ranks_from_the_command_line(counter):
         command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "5 6 7 8 9 10 11\n", "")
-    command[5] = "3"
-    done = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 2
-    assert done.stderr.count("--num-attention-heads 4 does not divide by --nproc 3") == 1
+
+
+def refused_by(world, folder):
+    """(exit code, what this rank says)"""
+    args = script.parse_args(["--load", str(folder), "--nproc", str(world.size)])
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        grid = ProcessGrid.build(RankGrid(tp=world.size), world)
+        return script.answer(args, grid), said.getvalue()
+
+
+def test_heads_that_ranks_cannot_share_are_said_once(ranks, counter):
+    (code, said), *others = ranks.run(refused_by, counter, size=3)
+    assert code == 2 and "--num-attention-heads 4 does not divide by --nproc 3" in said
+    assert said.count("\n") == 1 and others == [(2, "")] * 2
 
 
 def answered(world, folder, broken: dict[int, type[Exception]]):

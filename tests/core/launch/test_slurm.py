@@ -25,8 +25,8 @@ pytestmark = [
 ]
 
 
-def srun(*arguments: str) -> tuple[int, str, str]:
-    options = ["-N2", "--ntasks-per-node=2", "--kill-on-bad-exit=1", "--export=ALL"]
+def srun(*arguments: str, per_node: int = 2) -> tuple[int, str, str]:
+    options = ["-N2", f"--ntasks-per-node={per_node}", "--kill-on-bad-exit=1", "--export=ALL"]
     done = subprocess.run(
         ["srun", *options, *PROGRAM, *arguments], env=clean_environ(), capture_output=True,
         text=True, timeout=180,
@@ -46,10 +46,11 @@ def test_tasks_find_each_other() -> None:
     ("how", "cause"), [("raise", "ValueError: planted"), ("kill", "died without a word")]
 )
 def test_a_dead_task_is_named(how, cause) -> None:
-    code, _, err = srun("--steps", "3000", "--culprit", "3", "--how", how)
+    options = ["--steps", "3000", "--culprit", "1", "--how", how]
+    code, _, err = srun(*options, per_node=1)
     assert code != 0
     ours = [line for line in err.splitlines() if "failed: " in line]
-    assert re.search(rf"rank 3 \(.*\) failed: {cause}", ours[-1])
+    assert re.search(rf"rank 1 \(.*\) failed: {cause}", ours[-1])
 
 
 def test_a_submitted_job_ends_with_the_cause(tmp_path, monkeypatch) -> None:

@@ -54,12 +54,6 @@ def last_line(text: str) -> str:
     return text.rstrip().splitlines()[-1]
 
 
-def test_one_process_leaves_torch_distributed_alone() -> None:
-    code, out, err = run()
-    assert (code, err) == (0, "")
-    assert out == "rank 0 of 1 on cpu: one process\n"
-
-
 class GPUs:
     """torch.cuda, as far as the choice of a device asks it; `current` is what was made current."""
 
@@ -295,14 +289,6 @@ def said_by_two(commands: list[list[str]], **of_rank_1: str) -> list[str]:
     said = [rank.communicate(timeout=LIMIT)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2], said
     return said
-
-
-def test_ranks_with_different_flags_are_told_apart() -> None:
-    said = said_by_two([[*PROGRAM, "--steps", str(5 + rank)] for rank in range(2)])
-    assert re.fullmatch(
-        r"error: rank 1 \(node .+\) was started with --steps 6, rank 0 with 5\n", said[0]
-    )
-    assert said[1] == ""
 
 
 def test_ranks_with_different_versions_are_told_apart_at_once(tmp_path) -> None:
