@@ -5,8 +5,9 @@ what autograd keeps of a microbatch, and what the output layer and its loss hold
 predicts itself, and the plan says how many microbatches are in flight. Measured are the tensors
 themselves: what is there after the second step, and what is there at most while it runs, each part
 at its own worst moment (SavedActivations, LossMemory); on a GPU without the graphs that a
-recomputation makes there (its threads are not watched). Every rank measures itself, and they gather
-what they have found once.
+recomputation makes there (its threads are not watched). Of a split backward, what waits for W is
+predicted as all that its microbatch kept: up to a fifth more, or a tenth less, than it is.
+Every rank measures itself, and they gather once what they have found.
 
 Read `predicted`, `Watch`, then `MemoryReport`, which core/run.py tells of every step.
 """
@@ -76,14 +77,15 @@ class Watch:
         self._saved = SavedActivations(held, self._loss.holds, self._look)
 
     def __enter__(self) -> Watch:
-        last = self._trainer.stages[-1]
-        last.loss_memory = self._loss if last.is_last else None
+        for stage in self._trainer.stages:
+            stage.watch_memory(self._loss, self._saved.keep)
         self._saved.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._saved.__exit__(None, None, None)
-        self._trainer.stages[-1].loss_memory = None
+        for stage in self._trainer.stages:
+            stage.watch_memory(None, None)
 
     def _sums(self) -> list[Tensor]:
         """Where gradients add up now."""

@@ -70,6 +70,10 @@ class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
         self._at_change()
         return kept
 
+    def keep(self, tensors: Iterable[object]) -> list[object]:
+        """Counts what somebody keeps beside autograd, for as long as the result is held."""
+        return [self._pack(x) for x in tensors if isinstance(x, Tensor)]
+
     def _weigh(self, kept: _Kept | None) -> None:
         if kept is not None:
             size = kept.tensor.untyped_storage().nbytes()

@@ -88,6 +88,15 @@ def test_each_end_of_a_pipeline(ranks, again):
     assert found["rank 2"]["activations"] < found["rank 0"]["activations"]
 
 
+def test_what_waits_for_w_counts(ranks):
+    """Inputs and output gradients of linears, from I to W: a second microbatch on the last rank."""
+    flags = ("--pipeline-model-parallel-size", 2, "--pipeline-schedule", "zb_h1")
+    kinds = tables_of(ranks.run(printed, *flags, size=2)[0])[MEASURED]
+    for found in kinds.values():
+        said, seen = found["predicted"]["activations"], found["measured"]["activations"]
+        assert 0.8 * said < seen < 1.1 * said
+
+
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
 def test_every_sharding_strategy(ranks, strategy):
     """What passes is somebody else's: it is not the loss's, in which some of it is made."""

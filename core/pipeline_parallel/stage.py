@@ -209,6 +209,17 @@ class Stage(nn.Module):
         self._queue.run(microbatch)
         del self._in_flight[microbatch]
 
+    def watch_memory(
+        self,
+        loss: LossMemory | None,
+        keeps: Callable[[tuple[object, ...]], object] | None,
+    ) -> None:
+        """For the memory report: `loss` sees what the loss takes, `keeps` what waits for W. None
+        and None: no longer."""
+        self.loss_memory = loss if self.is_last else None
+        if self._queue is not None:
+            self._queue.keeps = keeps
+
     def forget(self) -> None:
         """Drop what a failed step has left behind."""
         self._in_flight.clear()

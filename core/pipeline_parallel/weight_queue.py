@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -19,10 +21,25 @@ from torch import nn
 SINKS = ("weight_grad", "bias_grad")
 
 
+@dataclass(frozen=True)
+class _Held:
+    """Work, and what says how much memory it holds."""
+
+    work: Callable[[], object]
+    held: object
+
+    def __call__(self) -> None:
+        self.work()
+
+
 class WeightGradQueue:
-    """Work by microbatch, done in the order in which it came."""
+    """Work by microbatch, done in the order in which it came.
+
+    keeps  is told what waits, for the memory report: what it returns is held as long
+    """
 
     def __init__(self) -> None:
+        self.keeps: Callable[[tuple[object, ...]], object] | None = None
         self._waiting: dict[int, list[Callable[[], object]]] = {}
         self._microbatch: int | None = None
 
@@ -37,7 +54,10 @@ class WeightGradQueue:
 
     def _deferring(self, sink: Callable[..., object]) -> Callable[..., None]:
         def later(*gradient: object) -> None:
-            self.put(lambda: sink(*gradient))
+            if self.keeps is None or self._microbatch is None:
+                self.put(partial(sink, *gradient))
+            else:
+                self.put(_Held(partial(sink, *gradient), self.keeps(gradient)))
 
         return later
 
