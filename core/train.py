@@ -210,10 +210,12 @@ class Trainer:
         with self.grid.ledger.at("evaluation"):
             for i in range(iterations):
                 if interrupted():
+                    self.replicas.release()
                     return None
                 batches = feed.step(i * full, full, microbatches)
                 sums = self._reduce(self.executor(microbatches, forward_only=True).run(batches))
                 totals = {name: total + sums[name] for name, total in totals.items()}
+        self.replicas.release()
         return self.stages[0].report(totals)
 
     def _reduce(self, result: StepResult) -> dict[str, float]:

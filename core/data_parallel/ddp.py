@@ -199,8 +199,7 @@ class DataParallel:
             memory.finish_reduction()
         self._flying.clear()
         self._armed.clear()
-        for visits in self._visits:
-            visits.end_step()
+        self.release()
         for axis, group in self.axes.items():
             self._sum_over(axis, group)
 
@@ -238,6 +237,11 @@ class DataParallel:
         for memory in self.memories:
             memory.finish_gather()
 
+    def release(self) -> None:
+        """A step or an evaluation is over: what is gathered at each use need not be here."""
+        for visits in self._visits:
+            visits.end_step()
+
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
         """All parameters of my stages are in memory inside. Collective over dp."""
@@ -247,8 +251,7 @@ class DataParallel:
                 memory.start_gather()
         self.settle()
         yield
-        for visits in self._visits:
-            visits.end_step()
+        self.release()
 
     def named_parts(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(name, values, gradient sums) of every parameter, the elements in my part."""

@@ -22,6 +22,7 @@ from tests.training import GPT2, LLAMA, WITH_DROPOUT, Layout, gathered, make_tra
 
 TP2, TP4 = Layout(tp=2), Layout(tp=4)
 SP2, SP4 = replace(TP2, sequence_parallel=True), replace(TP4, sequence_parallel=True)
+SHARDED = Layout(sharding="optim_grads", overlap=True)
 ALONE = Group.single("world")
 
 
@@ -336,6 +337,22 @@ def test_evaluation_is_without_dropout_and_repeats():
     assert first == trainer.evaluate(feed, 2) == plain.evaluate(feed, 2)
 
 
+def gathered_after_evaluation(world: Group, layout: Layout) -> list[int]:
+    """Buckets whose parameters are whole after an evaluation, and after one that is given up."""
+    trainer, feed = make_trainer(world, GPT2, layout)
+    asked = iter([False, False, False, True])  # two batches, then one
+    found = []
+    for _ in range(2):
+        trainer.evaluate(feed, 2, lambda: next(asked))
+        found.append(sum(memory.is_here for memory in trainer.replicas.memories))
+    return found
+
+
+def test_no_parameter_stays_gathered_after_an_evaluation(ranks):
+    layout = Layout(sharding="optim_grads_params", overlap=True)
+    assert ranks.run(gathered_after_evaluation, layout, size=2) == [[0, 0], [0, 0]]
+
+
 # ---- not finite ----------------------------------------------------------------------------------
 
 
@@ -346,6 +363,7 @@ def planted(world: Group, layout: Layout, rank: int, where: str) -> tuple[str, T
     state, saved = TrainState(), []
 
     def plant(step: int) -> None:
+        trainer.replicas.settle()  # no gather comes after what is planted
         if step == 3 and world.rank == rank:
             param = dict(trainer.stages[0].named_parameters())["layers.1.mlp.up.weight"]
             if where == "weight":
@@ -368,7 +386,7 @@ def planted(world: Group, layout: Layout, rank: int, where: str) -> tuple[str, T
 
 @pytest.mark.parametrize(
     ("size", "layout", "rank"),
-    [(1, Layout(), 0), (2, TP2, 1), (2, SP2, 0), (2, Layout(), 1)],
+    [(1, Layout(), 0), (2, TP2, 1), (2, SP2, 0), (2, Layout(), 1), (2, SHARDED, 0)],
     ids=str,
 )
 def test_a_nan_stops_every_rank_with_one_reason(ranks, size, layout, rank):
@@ -386,7 +404,8 @@ def test_a_nan_stops_every_rank_with_one_reason(ranks, size, layout, rank):
 
 
 @pytest.mark.parametrize(
-    ("size", "layout", "rank"), [(1, Layout(), 0), (2, TP2, 0), (2, SP2, 1), (2, Layout(), 1)]
+    ("size", "layout", "rank"),
+    [(1, Layout(), 0), (2, TP2, 0), (2, SP2, 1), (2, Layout(), 1), (2, SHARDED, 0)],
 )
 def test_an_infinite_gradient_stops_every_rank(ranks, size, layout, rank):
     """With a finite loss: nothing is wrong with samples or weights, and none is named."""
