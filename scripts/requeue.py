@@ -4,8 +4,8 @@
 
 Exit code 0: yes. It reads what the run left in `--save` (status.json, the newest checkpoint) and
 keeps a list of the runs so far in requeue.json there. A run that was stopped, or that failed, goes
-on from its checkpoint; bad input never does, and three restarts in a row without a new checkpoint
-end it.
+on from its checkpoint; bad input and a job that was cancelled (scancel) never do, and three
+restarts in a row without a new checkpoint end it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,6 +52,9 @@ def main(argv: list[str] | None = None) -> int:
     history = read_history(args.save)
     run = this_run(args.save, args.exit_code)
     again, why = decide(run, history)
+    if again and was_cancelled(run.job):
+        again = False
+        why = f"the job was cancelled; submitted again it goes on from step {run.step}"
     try:
         write_history(args.save, [*history, run])
     except OSError as error:
@@ -75,6 +80,21 @@ def decide(run: Run, history: list[Run]) -> tuple[bool, str]:
             f"{run.outcome} ({run.reason}); no new checkpoint after {idle} restarts, giving up"
         )
     return True, f"{run.outcome} ({run.reason}), goes on from step {run.step}"
+
+
+def was_cancelled(job: str) -> bool:
+    """Whether somebody does not want this job any more.
+
+    SLURM signals the run as it does at a time limit, and lets the batch script go on; it would even
+    requeue. A job that is over for another reason has that reason, or the time of its preemption.
+    """
+    try:
+        asked = ["scontrol", "--oneliner", "show", "job", job]
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    over = re.search(r"\bJobState=(COMPLETING|CANCELLED) Reason=None\b", told)
+    return over is not None and re.search(r"\bPreemptTime=\d", told) is None
 
 
 def this_run(save: Path, exit_code: int) -> Run:

@@ -32,6 +32,21 @@ def test_decisions(steps, outcome, step, again) -> None:
     assert decide(run(outcome, step), history)[0] is again
 
 
+@pytest.fixture(autouse=True)
+def scontrol(tmp_path_factory, monkeypatch):
+    """`scontrol(facts)` is what SLURM says of job 812, which runs unless told otherwise."""
+    folder = tmp_path_factory.mktemp("bin")
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+    def says(facts: str) -> None:
+        test = '[ "$*" = "--oneliner show job 812" ] || exit 1'
+        (folder / "scontrol").write_text(f"#!/bin/sh\n{test}\necho 'JobId=812 {facts} Nice=0'\n")
+        (folder / "scontrol").chmod(0o755)
+
+    says("JobState=RUNNING Reason=None Requeue=1")
+    return says
+
+
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """`job(status, exit_code)` is one run of job 812; returns what the script says and its code."""
@@ -89,6 +104,31 @@ def test_no_history_no_requeue(job, tmp_path, capsys) -> None:
     (tmp_path / "requeue.json.tmp").mkdir()
     assert job("stopped", 85, step=40) == 1
     assert "requeue.json cannot be written" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("facts", "again"),
+    [
+        ("JobState=COMPLETING Reason=None Dependency=(null)", False),  # so it is after scancel
+        ("JobState=CANCELLED Reason=None", False),
+        ("JobState=COMPLETING Reason=TimeLimit Dependency=(null)", True),
+        ("JobState=COMPLETING Reason=None PreemptTime=2026-12-01T04:52:53", True),
+        ("JobState=COMPLETING Reason=None PreemptTime=None", False),
+        ("JobState=RUNNING Reason=None", True),
+        ("", True),  # an answer that says nothing
+    ],
+)
+def test_a_job_that_was_cancelled_does_not_come_back(job, scontrol, capsys, facts, again) -> None:
+    """Measured on SLURM 22.05: it was saved, and was back after two minutes."""
+    scontrol(facts)
+    assert job("stopped", 85, step=40) == (0 if again else 1)
+    said = "no requeue: the job was cancelled; submitted again it goes on from step 40"
+    assert (said in capsys.readouterr().out) is not again
+
+
+def test_a_slurm_that_does_not_answer_requeues(job, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert job("stopped", 85, step=40) == 0
 
 
 def test_bad_input_is_not_tried_again(job) -> None:
