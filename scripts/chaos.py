@@ -104,8 +104,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--preempt", type=int, nargs="?", const=WAYS, default=0, metavar="N",
         help=f"N preemptions (default {WAYS}: each way once) instead of faults")  # fmt: skip
     add("--requeue", type=int, nargs="?", const=1, default=0, metavar="MINUTES",
-        help="a job with this limit (default 1; more where starting takes half a minute)\n"
-        "instead of faults; where to: SBATCH_PARTITION, SBATCH_ACCOUNT and the like")  # fmt: skip
+        help="a job with this limit (default 1; more for torchrun, and where starting takes\n"
+        "half a minute) instead of faults; where to: SBATCH_PARTITION, SBATCH_ACCOUNT and\n"
+        "the like")  # fmt: skip
     add("--folder", metavar="DIR",
         help="for what the runs read and write, on a file system that all nodes see; it is\n"
         "taken away if all is well (default: this one under SLURM, else the system's for\n"

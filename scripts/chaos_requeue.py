@@ -22,7 +22,9 @@ NODES, TASKS = 2, 2
 PAUSE = 1.0  # seconds before each step
 MARGIN = 15.0  # core/launch/signals.py: no step is made so near to the limit
 REQUEUES = 2
-LEAD = 5  # seconds, to which SLURM adds up to a minute: it looks every 30 s
+# Seconds before the limit, to which SLURM adds up to a minute: it looks every 30 s. torchrun kills
+# its ranks after as many.
+LEADS = {"srun": 5, "torchrun": 20}
 POLL = 2.0
 
 
@@ -83,7 +85,7 @@ def submit(save: Path, launcher: str, steps: int, *, minutes: int, pause: float)
     """The id of the job. Raises NotAccepted."""
     program = [TRAINING, "--pause", str(pause), *flags(save, NODES * TASKS, steps=steps)]
     options = ["--nodes", str(NODES), "--ntasks-per-node", str(TASKS), "--time", str(minutes)]
-    options += ["--signal-seconds", str(LEAD)]
+    options += ["--signal-seconds", str(LEADS[launcher])]
     options += ["--launcher", launcher, "--job-name", f"chaos-{save.name}"]
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / "submit.py"), *options, "--", *program,

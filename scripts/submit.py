@@ -95,7 +95,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--job-name", help="default: the script's name")
     early = f"save so long before the limit (default: {LONGEST_LEAD}, less for short jobs)"
     add("--signal-seconds", type=int, help=early)
-    chain = "submit N jobs that run one after the other instead of one that is requeued"
+    chain = (
+        "submit N jobs that run one after the other instead of one that is requeued; it is\n"
+        "jobs of one name that wait for each other: two chains need two --job-name"
+    )
     add("--chain", type=int, default=1, metavar="N", help=chain)
     add("--launcher", choices=("srun", "torchrun"), default="srun")
     add("--python", default=sys.executable, help="the interpreter on the nodes")

@@ -122,7 +122,8 @@ class StopSignal:
 def grace_after_term(environ: Mapping[str, str]) -> float | None:
     """How long this process may take after TERM before its launcher kills it; None: for ever."""
     if "TORCHELASTIC_RUN_ID" in environ:
-        return float(environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", KILL_WAIT)) - SPARE
+        wait = float(environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", KILL_WAIT))
+        return max(wait - SPARE, wait / 2)  # a short job's may be shorter than SPARE
     if "SLURM_JOB_ID" not in environ:
         return None
     told = environ.get(SITE_WAIT, "")

@@ -95,6 +95,7 @@ def test_grace_is_what_the_launcher_grants() -> None:
     torchrun = {"SLURM_JOB_ID": "1", "TORCHELASTIC_RUN_ID": "r"}
     assert grace_after_term(torchrun) == 25.0
     assert grace_after_term({**torchrun, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}) == 295.0
+    assert grace_after_term({**torchrun, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}) == 2.5
 
 
 def test_the_end_of_a_job(tmp_path) -> None:
