@@ -24,7 +24,7 @@ LAYOUTS = [  # (ranks, layout): tp 1/2/4 x dp 1/2 x sequence parallel x microbat
     (1, Layout(micro_batch_size=4)),
     (2, Layout(micro_batch_size=2)),
     (2, Layout(tp=2, micro_batch_size=4)),
-    (2, Layout(tp=2, sequence_parallel=True, micro_batch_size=1)),
+    (2, Layout(tp=2, sequence_parallel=True, micro_batch_size=2)),
     (4, Layout(tp=2, micro_batch_size=2)),
     (4, Layout(tp=2, sequence_parallel=True, micro_batch_size=2)),
     (4, Layout(tp=4, micro_batch_size=4)),

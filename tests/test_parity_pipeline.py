@@ -18,7 +18,7 @@ from models.config import GPTConfig
 from tests.layouts import Outcome, outcome
 from tests.training import GPT2, LLAMA, WITH_DROPOUT, Layout, make_trainer
 
-STEPS = 4
+STEPS = 3
 SP = {"tp": 2, "sequence_parallel": True}
 SHAPES = {
     "gpt2": replace(GPT2, num_layers=6, **WITH_DROPOUT),

@@ -13,7 +13,9 @@ import pytest
 from tests.core.launch.test_supervise import ROOT, clean_environ
 
 FLAGS = """--nproc 3 --pipeline-model-parallel-size 3 --mock-data --train-iters 100000
-    --eval-iters 0 --log-interval 1000""".split()
+    --num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 50
+    --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --eval-iters 0
+    --log-interval 1000""".split()
 
 
 def rank_of(pid: int) -> str | None:

@@ -36,7 +36,7 @@ def run(ranks, size: int, *flags: object) -> str:
 
 # ---- layouts -------------------------------------------------------------------------------------
 
-SHAPE = ("--fp64", "--num-layers", 4, "--train-iters", 3, "--eval-iters", 1, *DROPOUT)
+SHAPE = ("--fp64", "--num-layers", 4, "--train-iters", 2, "--eval-iters", 1, *DROPOUT)
 LAYOUTS = {
     "dp2": (2, ("--micro-batch-size", 4)),
     "tp2": (2, TP2),
@@ -83,9 +83,9 @@ def test_every_layout_equals_one_process(ranks, tmp_path, model, name):
     run(ranks, size, *SHAPE, *MODELS[model], *layout, "--metrics-file", path)
     found = [*rows(path), *rows(path, "eval")]
     wanted = reference(ranks, tmp_path, model)
-    assert [row["kind"] for row in found] == ["train"] * 3 + ["eval"] * 2
+    assert [row["kind"] for row in found] == ["train"] * 2 + ["eval"] * 2
     assert_same_numbers(found, wanted)
-    assert len({row["lm_loss"] for row in found}) == len({row["sop_loss"] for row in found}) == 5
+    assert len({row["lm_loss"] for row in found}) == len({row["sop_loss"] for row in found}) == 4
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_four_ranks_beside_packages_of_the_wrong_kind(mock_run, tmp_path):
     code, out, err = finish(
         start(
             *layout,
-            *("--mock-data", "--train-iters", 5, "--lr-decay-iters", 8),
+            *("--mock-data", "--train-iters", 2, "--lr-decay-iters", 8),
             *log,
             PYTHONPATH=str(tmp_path),
             PYTHONWARNINGS="error",

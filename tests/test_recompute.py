@@ -50,7 +50,7 @@ TOGETHER = [
     ("gpt2", 2, Layout(sharding="optim_grads_params"), PARTS),
     ("gpt2", 2, Layout(sharding="optim_grads_params", overlap=True), UNITS),
 ]
-STEPS = 3
+STEPS = 2
 
 
 def same_bits(found: Run, wanted: Run) -> None:
@@ -98,13 +98,18 @@ def test_full_needs_a_fourth_of_the_memory():
     assert plain >= 4 * full
 
 
+@pytest.fixture(scope="module")
+def plain_with_dropout() -> int:
+    return most_saved(Group.single("world"), replace(DEEP, **WITH_DROPOUT), Layout())
+
+
 @pytest.mark.parametrize(
     ("way", "most"), [(CORE, 0.7), (MLP, 0.85), (PARTS, 0.5), (FIRST, 0.95)], ids=str
 )
-def test_the_other_ways_need_less(way, most):
-    world, model = Group.single("world"), replace(DEEP, **WITH_DROPOUT)
-    plain = most_saved(world, model, Layout())
-    assert most_saved(world, model, Layout(recompute=way)) <= most * plain
+def test_the_other_ways_need_less(plain_with_dropout, way, most):
+    model = replace(DEEP, **WITH_DROPOUT)
+    saved = most_saved(Group.single("world"), model, Layout(recompute=way))
+    assert saved <= most * plain_with_dropout
 
 
 def test_an_input_that_is_cut_over_tp_takes_half(ranks):

@@ -11,8 +11,8 @@ from core.pipeline_parallel.measured import read_measured
 from core.pipeline_parallel.schedules import build_plan
 from tests.recipe import assert_same_bits, contents, rows, run_recipe
 
-BASE = """--num-layers 4 --attention-dropout 0.1 --hidden-dropout 0.1 --train-iters 6
-    --lr-warmup-iters 2 --eval-interval 3 --eval-iters 1""".split()
+BASE = """--num-layers 4 --attention-dropout 0.1 --hidden-dropout 0.1 --train-iters 4
+    --lr-warmup-iters 2 --eval-interval 2 --eval-iters 1""".split()
 PP = "--pipeline-model-parallel-size"
 UNTIED = ("--untie-embeddings-and-output-weights", "--position-embedding-type", "rope")
 CHUNKS = "--num-virtual-stages-per-pipeline-rank"
@@ -37,12 +37,12 @@ def run(ranks, size: int, *flags: object) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_three_and_three_iterations_equal_six(ranks, tmp_path, name):
+def test_two_and_two_iterations_equal_four(ranks, tmp_path, name):
     size, layout = CASES[name]
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     run(ranks, size, *layout, "--save", whole, "--metrics-file", tmp_path / "whole.jsonl")
     flags = (*layout, "--save", halves, "--metrics-file", tmp_path / "halves.jsonl")
-    run(ranks, size, *flags, "--exit-interval", 3)
+    run(ranks, size, *flags, "--exit-interval", 2)
     run(ranks, size, *flags, "--load", halves)
     assert_same_bits(contents(whole), contents(halves))
     assert rows(tmp_path / "whole.jsonl") == rows(tmp_path / "halves.jsonl")
@@ -53,8 +53,8 @@ def test_any_layout_goes_on_from_a_pipeline(ranks, tmp_path):
     fp64 = ("--fp64",)
     run(ranks, 1, *fp64, "--metrics-file", tmp_path / "one.jsonl")
     size, layout = CASES["pp2-chunks"]
-    run(ranks, size, *fp64, *layout, "--save", tmp_path / "saved", "--exit-interval", 3)
-    wanted = rows(tmp_path / "one.jsonl")[3:]
+    run(ranks, size, *fp64, *layout, "--save", tmp_path / "saved", "--exit-interval", 2)
+    wanted = rows(tmp_path / "one.jsonl")[2:]
     for number, (size, layout) in enumerate(
         [(1, ()), (2, SP), CASES["pp2-tp2-zb_h1"], (4, (PP, 4))]
     ):
@@ -73,6 +73,6 @@ def test_log_pipeline_holds_every_step_of_one_pipeline(ranks, tmp_path):
     run(ranks, 4, PP, 2, "--log-pipeline", log)
     plan = build_plan(None, 2, 2)
     lines = log.read_text().splitlines()
-    assert len(lines) == 6 * sum(len(row) for row in plan.only(*COMPUTE).rows)
+    assert len(lines) == 4 * sum(len(row) for row in plan.only(*COMPUTE).rows)
     timeline = read_measured(log, plan)
     assert len({t.action for t in timeline.events}) == 8
