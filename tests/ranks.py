@@ -259,7 +259,7 @@ def _join(task: Task) -> Any:
         init_method=f"file://{task.rendezvous}",
         rank=task.rank,
         world_size=task.size,
-        timeout=timedelta(seconds=task.limit),
+        timeout=timedelta(seconds=task.limit + DYING),  # the pool's limit comes first, and says who
     )
     return Group("world", tuple(range(task.size)), task.rank, Ledger(), dist.group.WORLD)
 

@@ -20,7 +20,8 @@ from types import FrameType
 from core.launch.slurm import parse_time_left
 
 # A terminal sends INT to the --nproc parent and to its ranks, and the parent passes it on: what
-# comes within this many seconds is one and the same key press.
+# comes within this many seconds is one and the same key press. On a machine that is busy, or has
+# stood still, the parent may be later: a rank's second INT is its echo, the third a second press.
 SAME_PRESS = 1.0
 # Seconds from TERM to KILL by SLURM (KillWait) and torchrun, unless told otherwise, and how long
 # before that a rank that is not done says where it is and leaves.
@@ -49,6 +50,7 @@ class StopSignal:
     names   signals that ask for a stop
     end     time.time() at which the job ends whatever happens, or None
     grace   seconds after TERM at which this process gives up, or None for never
+    echoed  a parent passes on what this process may have got from the terminal already
     """
 
     def __init__(
@@ -58,10 +60,12 @@ class StopSignal:
         end: float | None = None,
         grace: float | None = None,
         give_up: Callable[[int], None] = os._exit,
+        echoed: bool = False,
     ) -> None:
         self.requested: str | None = None
         self.since: float | None = None  # time.monotonic() of the request
         self.end, self.grace, self._give_up = end, grace, give_up
+        self._echoed, self._interrupts = echoed, 0
         self._numbers = [signal.Signals[name] for name in dict.fromkeys(names)]
         self._before: dict[int, object] = {}
         self._timer: threading.Timer | None = None
@@ -101,7 +105,9 @@ class StopSignal:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         again = self.since is not None and time.monotonic() - self.since > SAME_PRESS
-        if number == signal.SIGINT and again:
+        self._interrupts += number == signal.SIGINT
+        echo = self._echoed and self._interrupts == 2 and self.requested == "SIGINT"
+        if number == signal.SIGINT and again and not echo:
             raise KeyboardInterrupt
         if number == signal.SIGTERM and self.grace is not None and self._timer is None:
             self._timer = threading.Timer(self.grace, self._leave_by_force)

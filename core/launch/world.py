@@ -24,7 +24,7 @@ from core.launch.bell import Bell, address_towards
 from core.launch.failure import Failure, Reporter, leave
 from core.launch.hang import Progress
 from core.launch.here import STARTED, reporter_for
-from core.launch.place import LaunchError, Place
+from core.launch.place import PARENT, LaunchError, Place
 from core.launch.rendezvous import circle_of, connect, meet
 from core.launch.signals import (
     AFTERWARDS,
@@ -256,7 +256,7 @@ def _start_log(reporter: Reporter, log_dir: str | None) -> None:
 def _stop_signal(place: Place, more: str | None) -> StopSignal:
     names = ["SIGTERM", "SIGUSR1", "SIGINT", *([more] if more else [])]
     end, grace = job_end(os.environ, place.rank), grace_after_term(os.environ)
-    return StopSignal(names, end=end, grace=grace, give_up=leave)
+    return StopSignal(names, end=end, grace=grace, give_up=leave, echoed=PARENT in os.environ)
 
 
 # ---- devices --------------------------------------------------------------------------------

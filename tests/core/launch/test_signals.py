@@ -41,6 +41,21 @@ def test_ctrl_c_twice_is_immediate_but_one_press_heard_twice_is_not(stop, monkey
         time.sleep(1)
 
 
+def test_a_press_that_the_parent_passes_on_late_is_still_the_first(monkeypatch) -> None:
+    """On a busy machine one Ctrl-C ended the ranks at once, and nothing was saved."""
+    now, stop = [0.0], StopSignal(echoed=True).install()
+    monkeypatch.setattr("core.launch.signals.time.monotonic", lambda: now[0])
+    try:
+        for now[0] in (0.0, 5.0):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.poll() == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+    finally:
+        stop.remove()
+
+
 def test_usr1_before_the_ranks_have_met_is_not_lost() -> None:
     """Importing torch took longer than SLURM's early signal was late: four dead ranks."""
     before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
