@@ -119,18 +119,22 @@ def layout_facts(world: World, grid: ProcessGrid, placement: Placement) -> list[
 
 def decay_fact(stages: Sequence[Stage], grid: ProcessGrid) -> str:
     """What weight decay applies to, over the whole model. Collective over pp."""
-    mine = {True: [0, 0], False: [0, 0]}  # parameters, tensors
+    mine, frozen = {True: [0, 0], False: [0, 0]}, False  # parameters, tensors
     for stage in stages:
-        for shard in map(shard_of, stage.parameters()):
+        for param in stage.parameters():
+            shard = shard_of(param)
             if "embed" not in shard.sum_over or stage.is_first:  # a table that two stages hold
-                mine[shard.decay][0] += math.prod(shard.shape)
-                mine[shard.decay][1] += 1
-    ranks = gather_objects([mine[True], mine[False]], grid.pp, tag="startup.decay")
-    on, tensors = (sum(decaying[i] for decaying, _ in ranks) for i in (0, 1))
-    off, others = (sum(rest[i] for _, rest in ranks) for i in (0, 1))
+                decays = shard.decay and param.requires_grad
+                mine[decays][0] += math.prod(shard.shape)
+                mine[decays][1] += 1
+                frozen |= not param.requires_grad
+    ranks = gather_objects([mine[True], mine[False], frozen], grid.pp, tag="startup.decay")
+    on, tensors = (sum(decaying[i] for decaying, _, _ in ranks) for i in (0, 1))
+    off, others = (sum(rest[i] for _, rest, _ in ranks) for i in (0, 1))
+    kinds = "biases and norms" + " and frozen ones" * any(frozen for *_, frozen in ranks)
     return (
         f"weight decay on {on:,} parameters in {tensors} matrices; "
-        f"none on {off:,} in {others} biases and norms"
+        f"none on {off:,} in {others} {kinds}"
     )
 
 

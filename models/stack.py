@@ -184,6 +184,8 @@ class Stack(Stage):
             x = self.embedding(
                 batch["tokens"], batch["position_ids"], context, batch.get("token_types")
             )
+            if torch.is_grad_enabled() and not x.requires_grad:
+                x.requires_grad_()  # all of it is frozen; blocks recompute if their input asks
         for unit in self.units:
             forward = partial(self._through, unit, context)
             if unit.again and torch.is_grad_enabled():

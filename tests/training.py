@@ -67,7 +67,7 @@ class Layout:
     sharding  over dp                      overlap   communication of gradients and parameters
     bucket    --ddp-bucket-size            global_batch_size    samples of a step
     precision settings of PrecisionConfig          recompute those of RecomputeConfig
-    rampup    --rampup-batch-size
+    rampup    --rampup-batch-size          frozen    names of parameters that are not trained
     """
 
     tp: int = 1
@@ -84,6 +84,7 @@ class Layout:
     global_batch_size: int = 8
     recompute: tuple[tuple[str, object], ...] = ()
     rampup: tuple[int, int, int] | None = None
+    frozen: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """What differs from one process: pp=2,chunks=2"""
@@ -142,6 +143,9 @@ def make_trainer(
         dtype=dtype,
         recompute=layout.recomputation(),
     )
+    for stage in stages:
+        for name, param in stage.named_parameters():
+            param.requires_grad_(name not in layout.frozen)
     config = OptimizerConfig(**{"lr": 1e-3, "lr_decay_style": "constant", **optim})
     replicas = DataParallel(
         stages,

@@ -2,7 +2,8 @@
 
 Gradients hold sums over tokens and microbatches in float32 (float64 under --fp64), whatever the
 parameter's type. `param.main_grad` is where to add them: linears, embeddings and the output loss do
-so themselves, the rest arrives through autograd. What is kept, and what travels, by strategy:
+so themselves, the rest arrives through autograd. A frozen parameter (requires_grad False) has its
+place, for gathers and checkpoints, and a gradient of zeros. What is kept, and what travels:
 
     strategy            gradients kept   parameters kept    reduction               gather
     no_shard            all              all                all-reduce, a step      none
@@ -103,8 +104,10 @@ class BucketMemory:
         param.data = view
         param.__class__ = FlatParameter
         param.memory, param.place = self, place
+        trains = param.requires_grad
+        param.requires_grad_()  # torch hooks no other
         param.register_post_accumulate_grad_hook(_arrived)
-        return param
+        return param.requires_grad_(trains)
 
     def my_slots(self, flat: Tensor) -> Iterator[tuple[Slot, Tensor]]:
         """Every slot that my part overlaps, with its elements in `flat`, a tensor of my part."""
@@ -132,8 +135,9 @@ class BucketMemory:
         self.expect()
 
     def expect(self) -> None:
-        """From here on, wait for one gradient of every parameter."""
-        self._missing = set(range(len(self.bucket.slots)))
+        """From here on, wait for one gradient of every parameter that is not frozen."""
+        places = enumerate(self.parameters)
+        self._missing = {place for place, param in places if param.requires_grad}
 
     def _allocate(self) -> None:
         self.grads = torch.empty(self.bucket.length, dtype=self.dtype, device=self.params.device)

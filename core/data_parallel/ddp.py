@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,7 +26,7 @@ from core.data_parallel.memory import UNDER_WAY
 from core.data_parallel.units import Arrivals, Unit, Visits, unit_of, units_of, units_with_memory
 from core.pipeline_parallel.actions import Op
 from core.pipeline_parallel.stage import Stage
-from core.shard import shard_of
+from core.shard import Shard, shard_of
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from kernels.wide_product import add_product
 
@@ -58,6 +59,12 @@ def _connect(stage: nn.Module) -> None:
             part.weight_grad, part.bias_grad = add_weight_grad, add_bias_grad
         elif isinstance(part, VocabParallelEmbedding):
             part.weight_grad = add_embedding_grad
+
+
+def _treated(param: nn.Parameter) -> Shard:
+    """Its Shard; what is frozen does not decay either."""
+    shard = shard_of(param)
+    return shard if param.requires_grad else replace(shard, decay=False)
 
 
 def _with_weight_grads(stage: Stage, work: Callable[[], object]) -> None:
@@ -122,7 +129,7 @@ class DataParallel:
         if largest is None and self.overlaps and not comes_and_goes:
             largest = OVERLAPPED_BUCKET
         return lay_out(
-            [(name, tuple(p.shape), shard_of(p)) for name, p in stage.named_parameters()],
+            [(name, tuple(p.shape), _treated(p)) for name, p in stage.named_parameters()],
             ways=1 if self.strategy == "no_shard" else self.dp.size,
             largest=largest,
             unit_of=partial(unit_of, units),

@@ -50,6 +50,11 @@ class Unit:
         self.name, self.module, self.memories = name, module, tuple(memories)
         self.in_backward = False
 
+    @property
+    def is_frozen_in_part(self) -> bool:
+        """Its backward may need parameters after the last gradient that a bucket waits for."""
+        return any(not p.requires_grad for memory in self.memories for p in memory.parameters)
+
     def fetch(self) -> None:
         """Start gathering what is not here."""
         for memory in self.memories:
@@ -135,13 +140,17 @@ class Visits:
             unit.release()
 
     def _before_backward(self, place: int, gradient: Tensor) -> None:
+        for behind in self.blocks[place + 1 :]:
+            if behind.in_backward:  # frozen in part: only now is it certain to be done
+                behind.in_backward = False
+                behind.release()
         self.blocks[place].in_backward = True
         self._visit(place, place - 1)
 
     def after_backward(self, memory: BucketMemory) -> None:
         """All gradients of a bucket are there: nobody needs its parameters any more."""
         for unit in self.blocks:
-            if memory in unit.memories:
+            if memory in unit.memories and not unit.is_frozen_in_part:
                 unit.in_backward = False
                 memory.release()
 

@@ -96,12 +96,13 @@ class ModelSums:
         return [(unit, start, stop) for (counted, unit), start, stop in runs if counted]
 
     def elements(self) -> int:
-        """Parameters of the model, without padding. Collective: a start-up question."""
+        """Parameters of the model that are trained, without padding. Collective: a start-up
+        question."""
         mine = sum(
             prod(stop - start for start, stop in slot.shard.box(self.tp.rank, self.tp.size))
             for memory in self.memories
-            for slot in memory.bucket.slots
-            if counts(slot, self.tp.rank, self.embed.rank)
+            for slot, param in zip(memory.bucket.slots, memory.parameters, strict=True)
+            if param.requires_grad and counts(slot, self.tp.rank, self.embed.rank)
         )
         total = torch.tensor([mine], device=self.device)
         for group in (self.tp, self.pp):
