@@ -1,6 +1,7 @@
 """For all tests: `ranks`, the pool of gloo processes, and the skip of GPU tests without a GPU."""
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 
@@ -30,6 +31,16 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported so far is never garbage: no collection looks at it any more."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """At the end it is: libraries tell what of theirs is left."""
+    gc.unfreeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

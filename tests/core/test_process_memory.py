@@ -46,7 +46,7 @@ from core.process_memory import share_freed_memory
 if sys.argv[1] == "shared":
     share_freed_memory(os.environ)
 import torch
-a = torch.ones(3000, 3000)
+a = torch.ones(1500, 1500)
 a @ a
 mkl = ctypes.CDLL("libtorch_cpu.so")
 kept = getattr(mkl, "mkl_serv_mem_stat", None)
