@@ -5,9 +5,10 @@ import re
 
 import pytest
 
-from core.assemble import writes_first
+from core.assemble import decay_fact, writes_first
 from core.comm import Group
 from tests.recipe import run_recipe
+from tests.training import GPT2, Layout, make_trainer
 
 
 def first(world, folder):
@@ -45,3 +46,13 @@ def test_what_weight_decay_applies_to_is_said_of_the_whole_model(ranks):
         assert said(ranks.run(run_recipe, flag, 2, "--train-iters", 1, size=2)[0][1]) == [
             on, tensors, off, others,
         ]  # fmt: skip
+
+
+def test_what_a_fork_has_frozen_is_said_not_to_decay():
+    def said(*frozen: str) -> str:
+        trainer, _ = make_trainer(Group.single("world"), GPT2, Layout(frozen=frozen))
+        return decay_fact(trainer.stages, trainer.grid)
+
+    assert said().endswith("; none on 896 in 18 biases and norms")
+    text = said("layers.0.mlp.up.weight", "layers.0.mlp.up.bias")
+    assert text.endswith(f"; none on {896 + 128 * 32:,} in 19 biases and norms and frozen ones")
