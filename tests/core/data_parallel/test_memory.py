@@ -71,7 +71,7 @@ def between_and_within_steps(world: Group, model, layout: Layout) -> tuple:
 def test_a_rank_holds_what_the_formula_says(ranks, sharding, precision):
     base = Layout(sharding=sharding, precision=precision, micro_batch_size=1)
     for model, overlap, size in ((DEEP, False, 2), (UNTIED, True, 4)):
-        layout = replace(base, overlap=overlap)
+        layout = replace(base, overlap=overlap, global_batch_size=2 * size)
         for found, most, formula in ranks.run(
             between_and_within_steps, model, layout, size=size
         ):

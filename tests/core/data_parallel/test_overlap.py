@@ -16,7 +16,7 @@ from tests.training import GPT2, Layout, make_trainer
 
 DEEP = replace(GPT2, num_layers=12)
 LAYER = 12_000  # parameters: the buckets are about one layer each
-STEPS = 4
+STEPS = 2
 
 
 def share_exposed(world: Group, layout: Layout) -> float:

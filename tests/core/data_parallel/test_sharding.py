@@ -15,7 +15,7 @@ from core.comm import Group
 from core.optimizer.precision import PrecisionConfig
 from tests.training import GPT2, LLAMA, Layout, Run, short_run
 
-STEPS = 6
+STEPS = 4
 SHAPES = {"gpt2": replace(GPT2, fp64=True), "llama": replace(LLAMA, fp64=True), "gpt2-fp32": GPT2}
 SP = {"tp": 2, "sequence_parallel": True}
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
