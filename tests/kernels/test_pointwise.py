@@ -87,7 +87,7 @@ for causal in (False, True):
         CASES[f"softmax {causal=} {masked=}"] = (
             lambda x, c=causal, m=masked: scaled_masked_softmax(x, mask_for(x, m), 0.3, c),
             lambda x, c=causal, m=masked: formulas.masked_softmax(x, mask_for(x, m), 0.3, c),
-            [normal(2, 4, 6, 7) * 5],
+            [normal(2, 3, 6, 7) * 5],
         )
 
 

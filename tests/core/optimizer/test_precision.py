@@ -171,6 +171,7 @@ def hopeless(world: Group, layout: Layout, rank: int, name: str) -> tuple[str, T
 def test_at_the_lowest_scale_all_ranks_stop(ranks, place, constant):
     layout, rank, name = PLACES[place]
     settings = {"initial_loss_scale": 16.0, "min_loss_scale": 4.0, "hysteresis": 1}
+    layout = replace(layout, global_batch_size=2)
     layout = fp16(layout, **({"loss_scale": 4.0} if constant else settings))
     borne = PATIENCE + (0 if constant else 2)  # 16 -> 8 -> 4, then ten in vain and one too many
     (text, state), (other, state_there) = ranks.run(hopeless, layout, rank, name)
@@ -179,7 +180,7 @@ def test_at_the_lowest_scale_all_ranks_stop(ranks, place, constant):
     assert f"of iteration {borne + 1} is " in text
     assert f"rank {rank}: 1 gradient is not finite: {name}" in text
     assert f"rank {1 - rank}" not in text
-    wanted = TrainState(iteration=borne, consumed_samples=8 * borne, skipped=borne)
+    wanted = TrainState(iteration=borne, consumed_samples=2 * borne, skipped=borne)
     assert state == state_there == wanted
 
 
