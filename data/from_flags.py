@@ -18,6 +18,7 @@ from data.flag_checks import eod_of, is_null, mixes_of, single_sentences, tokeni
 from data.gpt import GPTDataset, GPTPass
 from data.index_format import DataError
 from data.indexed import IndexedDataset
+from data.known_sets import move_lines
 from data.mock import MockBertDataset, MockGPTDataset
 from data.sample_index import Poll, no_poll
 from data.sets import SPLITS, Mix, MixedDataset, named_mixes, open_mix
@@ -55,7 +56,9 @@ class Sets:
     @property
     def record(self) -> dict:
         """What a checkpoint keeps, for a resumed run to go on without repeats."""
-        return {"blend": self.train.history} if isinstance(self.train, MixedDataset) else {}
+        if not isinstance(self.train, MixedDataset):
+            return {}
+        return {"blend": self.train.history, "sets": self.train.known}
 
     def uses(self, samples: int) -> Iterator[str]:
         """Lines that say how often a run of so many samples passes through each training set."""
@@ -168,11 +171,12 @@ def _mock_sets(given: Opening, make: Callable[[int], object]) -> Sets:
 def _open_sets(config: DataConfig, given: Opening, make: Make, make_pass: Make | None) -> Sets:
     """make_pass: of a set that is read once, for --full-validation"""
     found, threads = mixes_of(config), config.num_dataset_builder_threads
-    earlier = given.record.get("blend", ())
-    train = open_mix(found["train"], make, threads=threads, earlier=earlier, start=given.consumed)
+    earlier, known = given.record.get("blend", ()), given.record.get("sets", {})
+    resumed = {"earlier": earlier, "known": known, "start": given.consumed}
+    train = open_mix(found["train"], make, threads=threads, **resumed)
     if given.reads:
         train.prepare(given.consumed, given.poll)
-    sets = Sets(train)
+    sets = Sets(train, facts=list(move_lines(train.moved)))
     if len(train.history) > max(1, len(earlier)):
         sets.facts.append(f"the blend changes at sample {given.consumed}; nothing is repeated")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,6 +19,7 @@ from data.blend import BlendedDataset, parse_blend
 from data.gpt import split_documents
 from data.index_format import DataError
 from data.indexed import IndexedDataset
+from data.known_sets import Known, joined, measured, moves
 from data.sample_index import Poll
 
 SPLITS = ("train", "valid", "test")
@@ -98,11 +99,19 @@ def named_mixes(mix: Mix) -> dict[str, Mix]:
 
 
 class MixedDataset(BlendedDataset):
-    """The samples of a Mix. `history` is what a resumed run must pass to open_mix to go on without
-    repeats."""
+    """The samples of a Mix. `history` and `known` are what a resumed run must pass to open_mix to
+    go on without repeats; `moved` says which sets it found under another path."""
 
-    def __init__(self, datasets: Sequence, prefixes: Sequence[str], phases: Sequence[Phase]):
+    def __init__(
+        self,
+        datasets: Sequence,
+        prefixes: Sequence[str],
+        phases: Sequence[Phase],
+        known: Mapping[str, Known],
+        moved: Mapping[str, str],
+    ):
         self.prefixes = list(prefixes)
+        self.known, self.moved = dict(known), dict(moved)
         self.history = [[start, dict(weights)] for start, weights in phases]
         super().__init__(
             datasets,
@@ -145,6 +154,7 @@ def open_mix(
     threads: int = 1,
     earlier: Sequence[Phase] = (),
     start: int = 0,
+    known: Mapping[str, Known] | None = None,
 ) -> MixedDataset:
     """Open the sets of a Mix that have a share.
 
@@ -152,28 +162,37 @@ def open_mix(
     threads  how many to open at once (--num-dataset-builder-threads)
     earlier  `history` of the run that is resumed at sample `start`; other weights now begin a new
              phase there
+    known    its `known`: by this a set is the same though it lies elsewhere now
 
     Raises DataError for files that cannot be used.
     """
     shares = mix.weights or [None] * len(mix.prefixes)
     opened = [prefix for prefix, share in zip(mix.prefixes, shares) if share is None or share > 0]
 
-    def open_one(prefix: str):
-        return make(prefix, mix.documents(IndexedDataset(prefix).num_documents))
+    def open_one(prefix: str) -> tuple[object, Known]:
+        file = IndexedDataset(prefix)
+        documents = mix.documents(file.num_documents)
+        return make(prefix, documents), measured(file, documents)
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
-        sets = dict(zip(opened, pool.map(open_one, opened)))
+        found = dict(zip(opened, pool.map(open_one, opened)))
+    sets, now = ({prefix: pair[i] for prefix, pair in found.items()} for i in (0, 1))
     if mix.weights is None:
         weights = {prefix: str(data.tokens_per_epoch) for prefix, data in sets.items()}
     else:
         weights = {p: str(w) for p, w in zip(mix.prefixes, mix.weights) if w > 0}
     phases = [(first, dict(shares)) for first, shares in earlier if first < start]
+    moved = moves([p for _, shares in phases for p in shares], known or {}, now)
+    phases = [(at, {moved.get(p, p): w for p, w in shares.items()}) for at, shares in phases]
     if not phases:
         phases = [(0, weights)]
     elif not _same(phases[-1][1], weights):
         phases.append((start, weights))
-    prefixes = list(dict.fromkeys([*opened, *(p for _, shares in phases for p in shares)]))
-    return MixedDataset([sets.get(prefix) for prefix in prefixes], prefixes, phases)
+    # in the order of the earlier parts: it decides which of two equal weights is first served
+    prefixes = list(dict.fromkeys([*(p for _, shares in phases for p in shares), *opened]))
+    before = {moved.get(p, p): k for p, k in (known or {}).items() if moved.get(p, p) in prefixes}
+    kept = before | {prefix: joined(before.get(prefix), k) for prefix, k in now.items()}
+    return MixedDataset([sets.get(prefix) for prefix in prefixes], prefixes, phases, kept, moved)
 
 
 def _same(one: dict[str, str], other: dict[str, str]) -> bool:

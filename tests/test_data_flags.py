@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -81,9 +82,9 @@ def test_another_blend_from_the_middle_on_repeats_nothing(pairs, tmp_path):
     save = ("--save", tmp_path / "run", "--metrics-file", tmp_path / "run.jsonl")
     first = ("--data-path", 1, pairs["a"], 1, pairs["b"], "--split", "1")
     run(*first, *SIX, "--exit-interval", 2, *save)
-    record = open_checkpoint(tmp_path / "run").meta["data"]
+    history = open_checkpoint(tmp_path / "run").meta["data"]["blend"]
     before = {pairs["a"]: "1", pairs["b"]: "1"}
-    assert record == {"blend": [[0, before]]}
+    assert history == [[0, before]]
 
     second = ("--data-path", 1, pairs["b"], 1, pairs["c"], "--split", "1")
     said = run(*second, *SIX, "--load", tmp_path / "run", *save)
@@ -91,8 +92,8 @@ def test_another_blend_from_the_middle_on_repeats_nothing(pairs, tmp_path):
     assert f"training on {pairs['a']}" not in said
     assert f"training on {pairs['b']}: 24 samples" in said
     after = {pairs["b"]: "1", pairs["c"]: "1"}
-    record = open_checkpoint(tmp_path / "run").meta["data"]
-    assert record == {"blend": [[0, before], [16, after]]}
+    history = open_checkpoint(tmp_path / "run").meta["data"]["blend"]
+    assert history == [[0, before], [16, after]]
 
     # broken once more, the run is bit for bit what it was
     other = ("--save", tmp_path / "other", "--metrics-file", tmp_path / "other.jsonl")
@@ -102,6 +103,26 @@ def test_another_blend_from_the_middle_on_repeats_nothing(pairs, tmp_path):
     assert "the blend changes" not in said
     assert rows(tmp_path / "run.jsonl") == rows(tmp_path / "other.jsonl")
     assert_same_bits(contents(tmp_path / "run"), contents(tmp_path / "other"))
+
+
+def test_sets_that_were_moved_go_on_where_they_were(pairs, tmp_path):
+    """Staged to the node's disk, a set began again at its first sample, and nothing was said."""
+    flags = (*SIX, "--split", "1", "--save", tmp_path / "run", "--load", tmp_path / "run")
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    blend = ("--data-path", 1, pairs["a"], 1, pairs["b"])
+    run(*blend, *SIX, "--split", "1", "--metrics-file", whole)
+    run(*blend, *flags, "--exit-interval", 2, "--metrics-file", parts)
+    (tmp_path / "node").mkdir()
+    for name in "ab":
+        for kind in ("bin", "idx"):
+            shutil.move(f"{pairs[name]}.{kind}", tmp_path / "node" / f"{name}.{kind}")
+    staged = {name: str(tmp_path / "node" / name) for name in "ab"}
+    # in the other order, too: of equal weights, the first one named was served first
+    said = run("--data-path", 1, staged["b"], 1, staged["a"], *flags, "--metrics-file", parts)
+    for name in "ab":
+        assert f"--data-path: {pairs[name]} is now at {staged[name]}; training goes on" in said
+    assert "the blend changes" not in said
+    assert rows(parts) == rows(whole)
 
 
 def test_finetuning_begins_with_a_blend_of_its_own(pairs, tmp_path):

@@ -1,6 +1,7 @@
 """From data flags to data sets."""
 
 import json
+import shutil
 from fractions import Fraction
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from data.gpt import GPTDataset
 from data.indexed import DataError, IndexedBuilder
+from data.known_sets import moves
 from data.sets import Mix, mixes, named_mixes, open_mix
 
 
@@ -106,6 +108,94 @@ def test_resuming_with_the_same_blend_is_no_change(pairs):
     saved = open_mix(mix, make).history
     doubled = Mix(pairs, (Fraction(2), Fraction(4)))
     assert open_mix(doubled, make, earlier=saved, start=9).history == saved
+
+
+def passed(mix, first, last, **resumed):
+    """The (set, sample) of a part of a run, and what it passes on to the next."""
+    data = open_mix(mix, make, start=first, **resumed)
+    names = [prefix.rpartition("/")[2] for prefix in data.prefixes]
+    found = [(names[which], k) for which, k in map(data.locate, range(first, last))]
+    return found, {"earlier": data.history, "known": json.loads(json.dumps(data.known))}
+
+
+@pytest.mark.parametrize("weights", [None, (Fraction(1), Fraction(1))])
+@pytest.mark.parametrize("cut", [7, 8])
+def test_resuming_with_the_sets_in_another_order(tmp_path, weights, cut):
+    for name in "ab":
+        with IndexedBuilder(tmp_path / name, np.uint16) as builder:
+            for _ in range(10):
+                builder.add(np.ones(8))
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    whole, _ = passed(Mix((a, b), weights), 0, 20)
+    first, kept = passed(Mix((a, b), weights), 0, cut)
+    second, _ = passed(Mix((b, a), weights), cut, 20, **kept)
+    assert first + second == whole
+
+
+def test_resuming_without_the_first_of_three_sets(tmp_path):
+    """The part before is counted in its own order, whatever is opened now."""
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    for prefix in (a, b, c):
+        with IndexedBuilder(prefix, np.uint16) as builder:
+            for _ in range(10):
+                builder.add(np.ones(8))
+    for cut in range(2, 12):
+        first, kept = passed(Mix((a, b, c)), 0, cut)
+        second, _ = passed(Mix((c, b)), cut, 30, **kept)
+        for name in "abc":
+            of_it = [k for which, k in first + second if which == name]
+            assert of_it == list(range(len(of_it)))
+
+
+def test_a_moved_set_is_known_by_its_name_and_size(pairs, tmp_path):
+    a, b = pairs
+    _, kept = passed(Mix((a,)), 0, 7)
+    here, other = tmp_path / "here", tmp_path / "other"
+    for folder, source in ((here, a), (other, b)):
+        folder.mkdir()
+        for kind in ("bin", "idx"):
+            shutil.copy(f"{source}.{kind}", folder / f"a.{kind}")
+    same = open_mix(Mix((str(here / "a"),)), make, start=7, **kept)
+    assert same.moved == {a: str(here / "a")}
+    assert (same.history, same.locate(7)) == ([[0, {str(here / "a"): "80"}]], (0, 7))
+    unlike = open_mix(Mix((str(other / "a"),)), make, start=7, **kept)
+    assert unlike.moved == {} and len(unlike.history) == 2
+    assert unlike.locate(7) == (unlike.prefixes.index(str(other / "a")), 0)
+    # of an older checkpoint the size is not known
+    old = open_mix(Mix((str(other / "a"),)), make, start=7, earlier=kept["earlier"])
+    assert old.moved == {a: str(other / "a")}
+
+
+def test_a_set_named_by_another_spelling_of_its_path(pairs, monkeypatch, tmp_path):
+    _, kept = passed(Mix(pairs), 0, 7)
+    monkeypatch.chdir(tmp_path)
+    second = open_mix(Mix(("a", "./b")), make, start=7, **kept)
+    assert second.moved == {pairs[0]: "a", pairs[1]: "./b"} and len(second.history) == 1
+
+
+def sized(tokens):
+    return {"documents": 1, "tokens": tokens}
+
+
+@pytest.mark.parametrize(
+    ("known", "now", "expected"),
+    [
+        ({"/x/t": 5}, {"/x/t": 5}, {}),
+        ({"/x/t": 5}, {"/y/t": 5}, {"/x/t": "/y/t"}),
+        ({"/x/t": 5}, {"/y/t": 6}, {}),
+        ({"/x/t": 5}, {"/y/u": 5}, {}),
+        # two of one name: by the folder, or else by the size, or else not
+        ({"/x/en/t": 5, "/x/fr/t": 5}, {"/y/fr/t": 5}, {"/x/fr/t": "/y/fr/t"}),
+        ({"/x/1/t": 5, "/x/2/t": 6}, {"/y/t": 6, "/z/t": 5}, {"/x/1/t": "/z/t", "/x/2/t": "/y/t"}),
+        ({"/x/1/t": 5, "/x/2/t": 5}, {"/y/t": 5}, {}),
+        ({"/x/t": 5}, {"/y/t": 5, "/z/t": 5}, {}),
+        # one that is still there has not moved
+        ({"/x/t": 5}, {"/x/t": 5, "/y/t": 5}, {}),
+    ],
+)
+def test_moves(known, now, expected):
+    known, now = ({p: sized(n) for p, n in each.items()} for each in (known, now))
+    assert moves(known, known, now) == expected
 
 
 def test_a_set_without_share_is_not_opened(pairs):
