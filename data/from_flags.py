@@ -18,7 +18,7 @@ from data.flag_checks import eod_of, is_null, mixes_of, single_sentences, tokeni
 from data.gpt import GPTDataset, GPTPass
 from data.index_format import DataError
 from data.indexed import IndexedDataset
-from data.known_sets import move_lines
+from data.known_sets import Known, change_lines, few, leak_line, measured, move_lines
 from data.mock import MockBertDataset, MockGPTDataset
 from data.sample_index import Poll, no_poll
 from data.sets import SPLITS, Mix, MixedDataset, named_mixes, open_mix
@@ -176,9 +176,7 @@ def _open_sets(config: DataConfig, given: Opening, make: Make, make_pass: Make |
     train = open_mix(found["train"], make, threads=threads, **resumed)
     if given.reads:
         train.prepare(given.consumed, given.poll)
-    sets = Sets(train, facts=list(move_lines(train.moved)))
-    if len(train.history) > max(1, len(earlier)):
-        sets.facts.append(f"the blend changes at sample {given.consumed}; nothing is repeated")
+    sets = Sets(train, facts=_told(train, found, given))
 
     def held(mix: Mix) -> Held:
         counts = [IndexedDataset(prefix).num_documents for prefix in used(mix)]
@@ -194,6 +192,34 @@ def _open_sets(config: DataConfig, given: Opening, make: Make, make_pass: Make |
             sets.held_out[split] = opened if len(opened) == 1 else _weighted(found[split], opened)
     sets.held_out = {split: opened for split, opened in sets.held_out.items() if opened}
     return sets
+
+
+def _told(train: MixedDataset, found: dict[str, Mix], given: Opening) -> list[str]:
+    """Lines about how this part of a run reads other data than those before it."""
+    if not given.consumed:
+        return []
+    saved = given.record.get("sets", {})
+    before = {train.moved.get(prefix, prefix): known for prefix, known in saved.items()}
+    now = {prefix: train.known[prefix] for prefix in train.opened}
+    changes = list(change_lines(before, now))
+    facts = [*few(list(move_lines(train.moved))), *few(changes)]
+    if len(train.history) > max(1, len(given.record.get("blend", ()))):
+        blend = f"the blend changes at sample {given.consumed}"
+        facts.append(blend if changes else f"{blend}; nothing is repeated")
+    for split, name in zip(SPLITS[1:], ("validation", "testing")):
+        if given.evaluates and split in found:
+            lines = [
+                leak_line(prefix, before[prefix], now.get(prefix), _held_out(found[split], prefix))
+                for prefix in used(found[split])
+                if prefix in before
+            ]
+            facts += few([f"{line} {name} now" for line in lines if line])
+    return facts
+
+
+def _held_out(mix: Mix, prefix: str) -> Known:
+    file = IndexedDataset(prefix)
+    return measured(file, mix.documents(file.num_documents))
 
 
 def _open_each(

@@ -6,12 +6,14 @@ library and its neighbours in data/ only; opens no file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from data.indexed import IndexedDataset
 
 Known = dict[str, int | list[int]]  # of one set, see `measured`
+AGAIN = "its samples come in another order, and some of those trained on come again"
+FEW = 3  # sets that get a line each; a blend may have hundreds
 
 
 def measured(file: IndexedDataset, training: range) -> Known:
@@ -71,5 +73,66 @@ def move_lines(moved: Mapping[str, str]) -> Iterator[str]:
         yield f"--data-path: {old} is now at {prefix}; training goes on where it was in it"
 
 
+def change_lines(before: Mapping[str, Known], now: Mapping[str, Known]) -> Iterator[str]:
+    """What makes samples come again.
+
+    before  what the checkpoint knows, by today's prefixes
+    now     the sets that are trained on
+    """
+    for prefix in (prefix for prefix in now if prefix in before):
+        was, has = before[prefix], now[prefix]
+        if not _same_size(was, has):
+            yield (
+                f"WARNING: {prefix} has {_size(has)}, and had {_size(was)} when the checkpoint was "
+                f"saved: {AGAIN}"
+            )
+        elif was["training"] != has["training"]:
+            yield (
+                f"WARNING: {prefix} is trained on with its documents {_span(*has['training'])}, "
+                f"and was with {_span(*was['training'])}: {AGAIN}"
+            )
+    gone = [old for old in before if old not in now]
+    for prefix in (prefix for prefix in now if prefix not in before):
+        for old in (old for old in gone if Path(old).name == Path(prefix).name):
+            if not _same_size(before[old], now[prefix]):
+                yield (
+                    f"WARNING: {prefix} has {_size(now[prefix])}, and {old} had "
+                    f"{_size(before[old])}: it is another set, read from its first sample on"
+                )
+
+
+def leak_line(prefix: str, before: Known, now: Known | None, held_out: Known) -> str:
+    """That documents were trained on which are part of ..., or "".
+
+    before    of the set in the checkpoint      now  as it is trained on now, if it is
+    held_out  as it is evaluated on
+
+    What is trained on and held out at once was asked for, and gets no line.
+    """
+    (first, end), (seen, seen_end) = held_out["training"], before["seen"]
+    both = now and max(first, now["training"][0]) < min(end, now["training"][1])
+    first, end = max(first, seen), min(end, seen_end)
+    if both or first >= end or not _same_size(before, held_out):
+        return ""
+    return (
+        f"WARNING: {prefix}: documents {_span(first, end)} were trained on earlier in this run, "
+        "and are part of"
+    )
+
+
+def few(lines: Sequence[str]) -> list[str]:
+    """The first of many lines, and how many more sets there are like them."""
+    more = len(lines) - FEW
+    return [*lines[:FEW], *([f"and the same of {more} more sets"] if more > 0 else ())]
+
+
 def _same_size(one: Known, other: Known) -> bool:
     return all(one[name] == other[name] for name in ("documents", "tokens"))
+
+
+def _size(known: Known) -> str:
+    return f"{known['documents']:,} documents of {known['tokens']:,} tokens"
+
+
+def _span(first: int, end: int) -> str:
+    return f"{first} to {end - 1}"

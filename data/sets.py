@@ -121,6 +121,11 @@ class MixedDataset(BlendedDataset):
             ],
         )
 
+    @property
+    def opened(self) -> list[str]:
+        """The prefixes of the sets that can be read."""
+        return [p for p, data in zip(self.prefixes, self.datasets) if data is not None]
+
     def uses(self, samples: int) -> Iterator[str]:
         """For each set, how often a run of so many samples passes through it."""
         for prefix, data, count in zip(self.prefixes, self.datasets, self.counts(samples)):

@@ -125,6 +125,32 @@ def test_sets_that_were_moved_go_on_where_they_were(pairs, tmp_path):
     assert rows(parts) == rows(whole)
 
 
+def test_a_corpus_that_grew_is_told(pairs, tmp_path):
+    blend = ("--data-path", pairs["a"], pairs["b"], "--split", "1")
+    flags = (*blend, "--save", tmp_path / "run")
+    run(*flags, "--train-iters", 1)
+    assert "WARNING" not in run(*flags, "--train-iters", 2, "--load", tmp_path / "run")
+    write_corpus(tmp_path / "a", np.ones((130, 8), int))
+    said = run(*flags, "--train-iters", 3, "--load", tmp_path / "run")
+    assert f"WARNING: {pairs['a']} has 130 documents of 1,040 tokens, and had 128 " in said
+    assert "the blend changes at sample 16\n" in said, "and not that nothing is repeated"
+    assert "WARNING" not in run(*flags, "--train-iters", 4, "--load", tmp_path / "run")
+
+
+def test_another_split_is_told_and_what_it_holds_out(pairs, tmp_path):
+    """Documents that were trained on came into validation without a word."""
+    flags = ("--data-path", 1, pairs["a"], 3, pairs["b"], "--eval-iters", 1, "--save", tmp_path)
+    run(*flags, "--split", "3,1,0", "--train-iters", 1)
+    again = (*flags, "--load", tmp_path)
+    said = run(*again, "--split", "1,1,0", "--train-iters", 2)
+    assert f"{pairs['a']} is trained on with its documents 0 to 63, and was with 0 to 95: " in said
+    leak = f"{pairs['a']}: documents 64 to 95 were trained on earlier in this run, and are part of "
+    assert leak + "validation now\n" in said and f"{pairs['b']}: documents 128 to 191" in said
+    # that stays true
+    said = run(*again, "--split", "1,1,0", "--train-iters", 3)
+    assert leak in said and "is trained on with" not in said
+
+
 def test_finetuning_begins_with_a_blend_of_its_own(pairs, tmp_path):
     run("--data-path", pairs["a"], "--split", "1", "--train-iters", 1, "--save", tmp_path / "run")
     load = ("--load", tmp_path / "run", "--finetune", "--save", tmp_path / "tuned")

@@ -9,7 +9,6 @@ import pytest
 
 from data.gpt import GPTDataset
 from data.indexed import DataError, IndexedBuilder
-from data.known_sets import moves
 from data.sets import Mix, mixes, named_mixes, open_mix
 
 
@@ -171,31 +170,6 @@ def test_a_set_named_by_another_spelling_of_its_path(pairs, monkeypatch, tmp_pat
     monkeypatch.chdir(tmp_path)
     second = open_mix(Mix(("a", "./b")), make, start=7, **kept)
     assert second.moved == {pairs[0]: "a", pairs[1]: "./b"} and len(second.history) == 1
-
-
-def sized(tokens):
-    return {"documents": 1, "tokens": tokens}
-
-
-@pytest.mark.parametrize(
-    ("known", "now", "expected"),
-    [
-        ({"/x/t": 5}, {"/x/t": 5}, {}),
-        ({"/x/t": 5}, {"/y/t": 5}, {"/x/t": "/y/t"}),
-        ({"/x/t": 5}, {"/y/t": 6}, {}),
-        ({"/x/t": 5}, {"/y/u": 5}, {}),
-        # two of one name: by the folder, or else by the size, or else not
-        ({"/x/en/t": 5, "/x/fr/t": 5}, {"/y/fr/t": 5}, {"/x/fr/t": "/y/fr/t"}),
-        ({"/x/1/t": 5, "/x/2/t": 6}, {"/y/t": 6, "/z/t": 5}, {"/x/1/t": "/z/t", "/x/2/t": "/y/t"}),
-        ({"/x/1/t": 5, "/x/2/t": 5}, {"/y/t": 5}, {}),
-        ({"/x/t": 5}, {"/y/t": 5, "/z/t": 5}, {}),
-        # one that is still there has not moved
-        ({"/x/t": 5}, {"/x/t": 5, "/y/t": 5}, {}),
-    ],
-)
-def test_moves(known, now, expected):
-    known, now = ({p: sized(n) for p, n in each.items()} for each in (known, now))
-    assert moves(known, known, now) == expected
 
 
 def test_a_set_without_share_is_not_opened(pairs):
