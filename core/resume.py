@@ -6,6 +6,7 @@ run is stored), core.checkpoint (how it is stored).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,12 +27,44 @@ from core.train_config import CheckpointConfig
 MAY_DIFFER = {
     "model": (
         *("seq_length", "norm_epsilon", "attention_dropout", "hidden_dropout", "label_smoothing"),
-        *("z_loss", "attention_softmax_in_fp32", "fp32_residual_connection", "fp64"),
+        *("z_loss", "attention_softmax_in_fp32", "fp32_residual_connection", "fp64", "mask_prob"),
     ),
     "precision": ("bf16", "fp16"),
     "optimizer": ("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "clip_grad"),
     "train": ("global_batch_size", "rampup_batch_size", "seed"),
+    # not the paths of the data: which of its sets are others, data/known_sets.py tells
+    "data": (
+        *("mock_data", "split", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"),
+        *("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"),
+        *("reset_position_ids", "reset_attention_mask", "document_attention_mask"),
+        *("eod_mask_loss", "short_seq_prob", "mask_whole_words", "mask_max_ngram"),
+        *("mask_geometric", "bert_pairs"),
+    ),
 }
+
+
+def compared(record: dict, dp: int) -> dict[str, object]:
+    """The settings of MAY_DIFFER that a run's record has, by name; the batch as it comes out."""
+    found = {
+        name: record[section][name]
+        for section, names in MAY_DIFFER.items()
+        for name in names
+        if name in record.get(section, {})
+    }
+    if "global_batch_size" in found:  # one that is not given follows from the ranks
+        batch = found["global_batch_size"]
+        found["global_batch_size"] = batch or record["train"]["micro_batch_size"] * dp
+    return found
+
+
+def batch_line(before: int, micro: int, dp: int) -> str:
+    """Where a batch that is not given comes from, and the way back to the one before, if any."""
+    line = f"{micro * dp} is --micro-batch-size {micro} x {dp} data parallel ranks"
+    if before % dp:
+        return line
+    fits = math.gcd(micro, before // dp)
+    smaller = "" if fits == micro else f" --micro-batch-size {fits}"
+    return f"{line}; to go on with {before}, give --global-batch-size {before}{smaller}"
 
 
 @dataclass
@@ -210,16 +243,15 @@ class Checkpoints:
 
     def _say_what_differs(self, checkpoint: Checkpoint) -> None:
         """Settings of the run that wrote it that are others now; the command line's hold."""
-        saved, given = checkpoint.meta["config"], self.record
-        both = [
-            (section, name)
-            for section, names in MAY_DIFFER.items()
-            for name in names
-            if name in saved.get(section, {}) and name in given.get(section, {})
-        ]
-        before, now = ({n: record[s][n] for s, n in both} for record in (saved, given))
+        meta, dp = checkpoint.meta, self.trainer.grid.shape.dp
+        before, now = compared(meta["config"], meta["layout"]["dp"]), compared(self.record, dp)
+        both = [name for name in before if name in now]
+        before, now = ({name: each[name] for name in both} for each in (before, now))
         if lines := differences(before, now):
             self.notes += ["settings differ; the command line's hold", *lines]
+        batch, train = "global_batch_size", self.record.get("train", {})
+        if before.get(batch) != now.get(batch) and not train[batch]:
+            self.notes.append(batch_line(before[batch], train["micro_batch_size"], dp))
         if any(before[name] != now[name] for name in ("bf16", "fp16", "fp64") if name in before):
             stored = checkpoint.dtype(next(n for n in checkpoint.names() if n.startswith("model/")))
             here = self.trainer.optimizer.parts[0].master.dtype
