@@ -23,13 +23,14 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from core.checkpoint.errors import CheckpointError, MissingCheckpoint
 
 LATEST, INDEX, LOCK = "latest", "index.json", ".lock"
 _COMPLETE = re.compile(r"iter_(\d{7,})(\.old)?")
-_LITTER = re.compile(r"iter_\d{7,}(\.old)?\.tmp")
+_LITTER = re.compile(r"iter_\d{7,}(\.old)?(\.[0-9a-f]{8})?\.tmp")
 _TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's `latest`; its folders are named as ours
 _FOREIGN = re.compile(
     rf"{_TRACKER}|.*\.(pt|pth|ckpt|distcp|metadata)|(pytorch_)?model[^/]*\.(bin|safetensors)"
@@ -164,8 +165,23 @@ def problems(directory: Path | str, bytes_needed: int) -> Iterator[str]:
     foreign = [name for name in foreign_files(directory) if name.startswith(("iter_", _TRACKER))]
     if foreign and not _complete(directory):
         yield f"{_foreign_text(directory, foreign)}; choose another folder"
-    if lack := no_room(existing, bytes_needed):
+    if lack := no_room(existing, bytes_needed - _litter_bytes(directory)):
         yield lack
+
+
+def _litter_bytes(directory: Path) -> int:
+    """What `tidy` will free before the first save. A link's target stays, and so does a file that
+    has another name elsewhere."""
+    size = 0
+    for path in _litter(directory) if directory.is_dir() else ():
+        for folder, _, names in () if path.is_symlink() else os.walk(path):
+            for name in names:
+                try:
+                    facts = os.lstat(os.path.join(folder, name))
+                except OSError:
+                    continue  # somebody has removed it since
+                size += facts.st_blocks * 512 if facts.st_nlink == 1 else 0
+    return size
 
 
 def no_room(directory: Path, bytes_needed: int) -> str:
@@ -281,20 +297,37 @@ def _held_by(directory: Path) -> str | None:
     return None
 
 
-def tidy(directory: Path) -> None:
-    """Removes what crashed saves left, and completes a publication that was cut short."""
+def tidy(directory: Path) -> list[str]:
+    """Removes what crashed saves left, and completes a publication that was cut short.
+
+    Returns a sentence per thing that cannot be removed, which stands in nobody's way.
+    """
     if _next_pointer(directory):
         (directory / f"{LATEST}.tmp").replace(directory / LATEST)
+    (directory / f"{LATEST}.tmp").unlink(missing_ok=True)
+    stuck = []
+    for path in _litter(directory):
+        try:
+            _remove(path) if _LITTER.fullmatch(path.name) else discard(path)
+        except OSError as error:
+            stuck.append(f"{path} is left from an earlier save and cannot be removed: {error}")
     for path in sorted(directory.iterdir()):
-        if _LITTER.fullmatch(path.name):
-            shutil.rmtree(path)
-        elif path.name == LATEST + ".tmp":
-            path.unlink()
-        elif path.name.endswith(".old") and iteration_of(path.name) is not None:
-            if path.with_suffix("").exists():
-                discard(path)
-            else:
-                path.rename(path.with_suffix(""))
+        if _is_old(path) and not os.path.lexists(path.with_suffix("")):
+            path.rename(path.with_suffix(""))
+    return stuck
+
+
+def _litter(directory: Path) -> list[Path]:
+    """Folders that no load needs: half written, half removed, or replaced by a new one."""
+    return [
+        path
+        for path in sorted(directory.iterdir())
+        if _LITTER.fullmatch(path.name) or (_is_old(path) and path.with_suffix("").exists())
+    ]
+
+
+def _is_old(path: Path) -> bool:
+    return path.suffix == ".old" and iteration_of(path.name) is not None
 
 
 def publish(directory: Path, name: str) -> None:
@@ -309,13 +342,14 @@ def publish(directory: Path, name: str) -> None:
         raise CheckpointError(_foreign_text(final, foreign) + "; choose another --save folder")
     write_text(pointer, name + "\n")
     sync(new)
-    if final.exists():
+    if os.path.lexists(final):
         final.rename(old)
     new.rename(final)
     pointer.replace(directory / LATEST)
     sync(directory)
-    if old.exists():
-        discard(old)
+    if os.path.lexists(old):
+        with suppress(OSError):  # the new one is there; `tidy` tries again, and says so
+            discard(old)
 
 
 def obsolete(
@@ -370,11 +404,22 @@ def saved_iterations(directory: Path) -> list[int]:
 
 def discard(path: Path) -> None:
     """Removes a checkpoint; at no instant is half of it visible under its name."""
-    grave = path.with_name(path.name + ".tmp")
-    if grave.exists():
-        shutil.rmtree(grave)
+    grave = path.with_name(f"{path.name}.{token()}.tmp")
     path.rename(grave)
-    shutil.rmtree(grave)
+    _remove(grave)
+
+
+def _remove(path: Path) -> None:
+    """A folder, or the link to one that was archived elsewhere, which stays there."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def token() -> str:
+    """For a temporary name that nothing else has, not even what could not be removed."""
+    return os.urandom(4).hex()
 
 
 def write_text(path: Path, text: str) -> None:

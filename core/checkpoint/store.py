@@ -94,6 +94,7 @@ class Saver:
         self._took, self._say = took, say
         self._staging = Staging()
         self._under_way: _Save | None = None
+        self._stuck: set[str] = set()
         self._lock: folders.Lock | None = None
         self._on_rank_0(self._take_folder, "cannot save here", CheckpointError)
 
@@ -218,7 +219,9 @@ class Saver:
 
     def _prepare(self, planned: _Save) -> None:
         json.dumps(planned.meta)
-        folders.tidy(self.directory)
+        for stuck in set(folders.tidy(self.directory)) - self._stuck:
+            self._stuck.add(stuck)
+            self._say(f"WARNING: {stuck}")
         if lack := folders.no_room(self.directory, planned.needed):
             raise SaveError(lack)
         planned.folder.mkdir()
@@ -248,12 +251,12 @@ class Saver:
         except Exception as error:  # told to every rank by `wait`
             under_way.error = error
             return
-        try:
-            have = folders.saved_iterations(self.directory)
-            for iteration in folders.obsolete(have, under_way.iteration, *self._keep):
+        have = folders.saved_iterations(self.directory)
+        for iteration in folders.obsolete(have, under_way.iteration, *self._keep):
+            try:
                 folders.discard(self.directory / folders.folder_name(iteration))
-        except OSError as error:
-            self._say(f"WARNING: an old checkpoint could not be removed: {error}")
+            except OSError as error:
+                self._say(f"WARNING: an old checkpoint could not be removed: {error}")
 
     def _set_aside(self) -> None:
         """Once, and as late as can be: a run that saves nothing moves nothing."""

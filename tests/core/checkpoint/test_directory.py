@@ -123,6 +123,45 @@ def test_tidy_removes_litter_and_restores_what_was_about_to_be_replaced(tmp_path
     assert left == ["iter_0000001", "iter_0000002", "iter_5.tmp", "mine.tmp"]
 
 
+def test_a_link_to_an_archive_is_removed_and_the_archive_is_not(tmp_path):
+    """--keep-last renamed the link and could not remove it: no save and no restart went on."""
+    archive, here = tmp_path / "archive", tmp_path / "here"
+    make(archive, "iter_0000001", "iter_0000002", "iter_0000003")
+    make(here, "iter_0000003.tmp")
+    (here / "iter_0000001").symlink_to(archive / "iter_0000001")
+    (here / "iter_0000002.tmp").symlink_to(archive / "iter_0000002")
+    (here / "iter_0000003").symlink_to(archive / "iter_0000003")
+    folders.discard(here / "iter_0000001")
+    folders.publish(here, "iter_0000003")
+    assert folders.tidy(here) == []
+    assert sorted(path.name for path in here.iterdir()) == ["iter_0000003", "latest"]
+    assert not (here / "iter_0000003").is_symlink()
+    for path in archive.iterdir():
+        assert (path / "index.json").exists()
+
+
+def test_litter_that_cannot_be_removed_is_said_and_ends_nothing(tmp_path, monkeypatch):
+    """A file that another process still has open over NFS stays as .nfsXXXX until it closes."""
+    make(tmp_path, "iter_0000001", "iter_0000002", "iter_0000009.tmp", latest="iter_0000002\n")
+
+    def busy(path):
+        raise OSError(errno.EBUSY, "Device or resource busy", str(path / ".nfs01"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folders.shutil, "rmtree", busy)
+        (said,) = folders.tidy(tmp_path)
+        assert str(tmp_path / "iter_0000009.tmp") in said and "busy" in said
+        for _ in range(2):
+            make(tmp_path, "iter_0000002.tmp")
+            folders.publish(tmp_path, "iter_0000002")
+        with pytest.raises(OSError):
+            folders.discard(tmp_path / "iter_0000001")
+        assert order(tmp_path) == ["iter_0000002"]
+        assert len(folders.tidy(tmp_path)) == 4
+    assert folders.tidy(tmp_path) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "latest"]
+
+
 def test_a_crash_between_the_two_renames_of_publishing_loses_nothing(tmp_path):
     """The new checkpoint is in its place, the pointer to it is still beside the old one."""
     make(tmp_path, "iter_0000001", "iter_0000002", latest="iter_0000001\n")
@@ -192,6 +231,25 @@ def test_problems_before_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: usage)
     (line,) = problems(tmp_path, 20 * 1024**2)
     assert "takes 20.0 MiB" in line and "has 5.0 MiB free" in line
+
+
+def test_what_a_crashed_save_left_is_not_in_the_way_of_the_next(tmp_path, monkeypatch):
+    """A full disk ended a save; the run started again was refused for the space of its litter."""
+    make(tmp_path, "iter_0000001", "iter_0000001.old", "iter_0000002.tmp", "kept")
+    for name in ("iter_0000001", "iter_0000001.old", "iter_0000002.tmp", "kept"):
+        (tmp_path / name / "rank_00000.safetensors").write_bytes(bytes(2**20))
+    (tmp_path / "iter_0000003.tmp").symlink_to(tmp_path / "kept")
+    used = sum(
+        file.stat().st_blocks * 512
+        for name in ("iter_0000001.old", "iter_0000002.tmp")
+        for file in (tmp_path / name).iterdir()
+    )
+    usage = SimpleNamespace(free=1000)
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: usage)
+    assert used >= 2**21
+    assert list(problems(tmp_path, used + 1000)) == []
+    (line,) = problems(tmp_path, used + 1001)
+    assert "free some space" in line
 
 
 def test_a_read_only_folder_is_found_before_the_run(tmp_path, monkeypatch):
