@@ -1,7 +1,7 @@
-"""The folder of a run's checkpoints: names, order, publication, what to delete, who may write.
+"""The folder of a run's checkpoints: names, order, what to delete, who may write.
 
-Pure: standard library only. Neighbours: index.py says what one checkpoint holds, store.py reads and
-writes them. In the folder:
+Pure: standard library only. Neighbours: publication.py changes the folder, index.py says what one
+checkpoint holds, store.py and reader.py write and read them. In the folder:
 
     iter_0000100/       a complete checkpoint; there is never an incomplete one under such a name
     iter_0000100.old/   what iter_0000100 was before it was saved again; exists for two renames
@@ -23,14 +23,13 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from core.checkpoint.errors import CheckpointError, MissingCheckpoint
 
 LATEST, INDEX, LOCK = "latest", "index.json", ".lock"
 _COMPLETE = re.compile(r"iter_(\d{7,})(\.old)?")
-_LITTER = re.compile(r"iter_\d{7,}(\.old)?(\.[0-9a-f]{8})?\.tmp")
+LITTER = re.compile(r"iter_\d{7,}(\.old)?(\.[0-9a-f]{8})?\.tmp")
 _TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's `latest`; its folders are named as ours
 _FOREIGN = re.compile(
     rf"{_TRACKER}|.*\.(pt|pth|ckpt|distcp|metadata)|(pytorch_)?model[^/]*\.(bin|safetensors)"
@@ -63,7 +62,7 @@ def candidates(directory: Path, step: int | None = None) -> list[Path]:
     """
     if (directory / INDEX).is_file():
         return [directory]
-    found = _complete(directory)
+    found = complete(directory)
     if step is not None and found:
         chosen = [path for path in found if iteration_of(path.name) == step]
         if not chosen:
@@ -72,7 +71,7 @@ def candidates(directory: Path, step: int | None = None) -> list[Path]:
         return chosen
     if not found:
         if foreign := foreign_files(directory):
-            raise CheckpointError(_foreign_text(directory, foreign))
+            raise CheckpointError(foreign_text(directory, foreign))
         raise MissingCheckpoint(f"{directory} has no checkpoint")
     pointer = latest(directory)
     current = iteration_of(pointer) if pointer else None
@@ -84,7 +83,7 @@ def candidates(directory: Path, step: int | None = None) -> list[Path]:
 
 def latest(directory: Path) -> str | None:
     """What the pointer says, or was about to say; None when there is none that can be read."""
-    if about_to_be := _next_pointer(directory):
+    if about_to_be := next_pointer(directory):
         return about_to_be
     try:
         return (directory / LATEST).read_text(encoding="utf-8").strip()
@@ -92,7 +91,7 @@ def latest(directory: Path) -> str | None:
         return None
 
 
-def _next_pointer(directory: Path) -> str | None:
+def next_pointer(directory: Path) -> str | None:
     """The complete checkpoint that a crash between `publish`'s renames kept from being `latest`.
 
     A pointer that somebody has written since counts more.
@@ -109,7 +108,7 @@ def _next_pointer(directory: Path) -> str | None:
     return name if whole and (directory / name).is_dir() else None
 
 
-def _complete(directory: Path) -> list[Path]:
+def complete(directory: Path) -> list[Path]:
     """Complete checkpoints, newest first, each before what it replaced; not another program's."""
     if not directory.is_dir():
         return []
@@ -130,7 +129,7 @@ def foreign_files(directory: Path) -> list[str]:
     )
 
 
-def _foreign_text(directory: Path, foreign: list[str]) -> str:
+def foreign_text(directory: Path, foreign: list[str]) -> str:
     shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if foreign[3:] else "")
     return (
         f"{directory} holds another program's checkpoint ({shown}); those files are never opened. "
@@ -163,8 +162,8 @@ def problems(directory: Path | str, bytes_needed: int) -> Iterator[str]:
     if holder := _held_by(directory):
         yield _another_run(directory, holder)
     foreign = [name for name in foreign_files(directory) if name.startswith(("iter_", _TRACKER))]
-    if foreign and not _complete(directory):
-        yield f"{_foreign_text(directory, foreign)}; choose another folder"
+    if foreign and not complete(directory):
+        yield f"{foreign_text(directory, foreign)}; choose another folder"
     if lack := no_room(existing, bytes_needed - _litter_bytes(directory)):
         yield lack
 
@@ -173,7 +172,7 @@ def _litter_bytes(directory: Path) -> int:
     """What `tidy` will free before the first save. A link's target stays, and so does a file that
     has another name elsewhere."""
     size = 0
-    for path in _litter(directory) if directory.is_dir() else ():
+    for path in litter(directory) if directory.is_dir() else ():
         for folder, _, names in () if path.is_symlink() else os.walk(path):
             for name in names:
                 try:
@@ -297,59 +296,17 @@ def _held_by(directory: Path) -> str | None:
     return None
 
 
-def tidy(directory: Path) -> list[str]:
-    """Removes what crashed saves left, and completes a publication that was cut short.
-
-    Returns a sentence per thing that cannot be removed, which stands in nobody's way.
-    """
-    if _next_pointer(directory):
-        (directory / f"{LATEST}.tmp").replace(directory / LATEST)
-    (directory / f"{LATEST}.tmp").unlink(missing_ok=True)
-    stuck = []
-    for path in _litter(directory):
-        try:
-            _remove(path) if _LITTER.fullmatch(path.name) else discard(path)
-        except OSError as error:
-            stuck.append(f"{path} is left from an earlier save and cannot be removed: {error}")
-    for path in sorted(directory.iterdir()):
-        if _is_old(path) and not os.path.lexists(path.with_suffix("")):
-            path.rename(path.with_suffix(""))
-    return stuck
-
-
-def _litter(directory: Path) -> list[Path]:
+def litter(directory: Path) -> list[Path]:
     """Folders that no load needs: half written, half removed, or replaced by a new one."""
     return [
         path
         for path in sorted(directory.iterdir())
-        if _LITTER.fullmatch(path.name) or (_is_old(path) and path.with_suffix("").exists())
+        if LITTER.fullmatch(path.name) or (is_old(path) and path.with_suffix("").exists())
     ]
 
 
-def _is_old(path: Path) -> bool:
+def is_old(path: Path) -> bool:
     return path.suffix == ".old" and iteration_of(path.name) is not None
-
-
-def publish(directory: Path, name: str) -> None:
-    """Makes the finished `name`.tmp the checkpoint `name`, and `latest` point to it.
-
-    All that can run out of space happens before the rename, and a checkpoint of the same name
-    stays whole until the new one is in its place.
-    """
-    new, final, old = directory / f"{name}.tmp", directory / name, directory / f"{name}.old"
-    pointer = directory / f"{LATEST}.tmp"
-    if final.exists() and (foreign := foreign_files(final)) and not (final / INDEX).exists():
-        raise CheckpointError(_foreign_text(final, foreign) + "; choose another --save folder")
-    write_text(pointer, name + "\n")
-    sync(new)
-    if os.path.lexists(final):
-        final.rename(old)
-    new.rename(final)
-    pointer.replace(directory / LATEST)
-    sync(directory)
-    if os.path.lexists(old):
-        with suppress(OSError):  # the new one is there; `tidy` tries again, and says so
-            discard(old)
 
 
 def obsolete(
@@ -377,49 +334,9 @@ def obsolete(
     return [n for n in upto if n not in kept]
 
 
-def set_aside(directory: Path, after: int) -> str:
-    """Moves the checkpoints beyond iteration `after` into a folder of their own; says so, or "".
-
-    For a run that began there: what lies beyond is another run's, or the same one's before it went
-    back. It must neither count as one of the newest nor be turned to when one of ours is damaged.
-    """
-    theirs = [path for path in _complete(directory) if iteration_of(path.name) > after]
-    if not theirs:
-        return ""
-    number = 1
-    while (branch := directory / f"branch_{number}").exists():
-        number += 1
-    branch.mkdir()
-    for path in theirs:
-        path.rename(branch / path.name)
-    names = ", ".join(path.name for path in reversed(theirs))
-    sync(branch)
-    return f"{names} in {directory} are not of this run; moved to {branch}, to keep or to remove"
-
-
 def saved_iterations(directory: Path) -> list[int]:
     """Iterations of the complete checkpoints, newest first."""
-    return sorted({iteration_of(path.name) for path in _complete(directory)}, reverse=True)
-
-
-def discard(path: Path) -> None:
-    """Removes a checkpoint; at no instant is half of it visible under its name."""
-    grave = path.with_name(f"{path.name}.{token()}.tmp")
-    path.rename(grave)
-    _remove(grave)
-
-
-def _remove(path: Path) -> None:
-    """A folder, or the link to one that was archived elsewhere, which stays there."""
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path)
-
-
-def token() -> str:
-    """For a temporary name that nothing else has, not even what could not be removed."""
-    return os.urandom(4).hex()
+    return sorted({iteration_of(path.name) for path in complete(directory)}, reverse=True)
 
 
 def write_text(path: Path, text: str) -> None:

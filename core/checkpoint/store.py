@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from core.checkpoint import directory as folders
-from core.checkpoint import files
+from core.checkpoint import files, publication
 from core.checkpoint.errors import CheckpointError, SaveError
 from core.checkpoint.index import Part, StoredBox, StoredTensor, file_name, merge
 from core.checkpoint.pieces import Piece
@@ -61,8 +61,8 @@ class Saver:
     retain_interval  keep multiples of it for good; see `directory.obsolete`
     asynchronous     return at once; a thread of each rank copies the pieces, then writes the copies
     loaded           iteration this run was loaded from: never removed
-    after            what lies beyond it is not of this run, and is set aside before the first save
-                     appears (-1: all there is; None: nothing)
+    after            what lies beyond it is not of this run, and is set aside as soon as the first
+                     save is there (-1: all there is; None: nothing)
     took             told, in that thread, the seconds that each such write has taken
     say              where warnings go
 
@@ -219,7 +219,7 @@ class Saver:
 
     def _prepare(self, planned: _Save) -> None:
         json.dumps(planned.meta)
-        for stuck in set(folders.tidy(self.directory)) - self._stuck:
+        for stuck in set(publication.tidy(self.directory)) - self._stuck:
             self._stuck.add(stuck)
             self._say(f"WARNING: {stuck}")
         if lack := folders.no_room(self.directory, planned.needed):
@@ -246,24 +246,20 @@ class Saver:
         """Publishes and removes what is obsolete; a failure is left in `under_way.error`."""
         try:
             under_way.assemble(self.world.size)
-            self._set_aside()
-            folders.publish(self.directory, folders.folder_name(under_way.iteration))
+            name = folders.folder_name(under_way.iteration)
+            said = publication.publish(self.directory, name, under_way.folder, self._after)
         except Exception as error:  # told to every rank by `wait`
             under_way.error = error
             return
+        self._after = None
+        for line in said:
+            self._say(f"WARNING: {line}")
         have = folders.saved_iterations(self.directory)
         for iteration in folders.obsolete(have, under_way.iteration, *self._keep):
             try:
-                folders.discard(self.directory / folders.folder_name(iteration))
+                publication.discard(self.directory / folders.folder_name(iteration))
             except OSError as error:
                 self._say(f"WARNING: an old checkpoint could not be removed: {error}")
-
-    def _set_aside(self) -> None:
-        """Once, and as late as can be: a run that saves nothing moves nothing."""
-        if self._after is not None:
-            if moved := folders.set_aside(self.directory, self._after):
-                self._say(f"WARNING: {moved}")
-            self._after = None
 
     # ---- the background --------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from core.checkpoint import directory as folders
+from core.checkpoint import publication
 from core.checkpoint.directory import candidates, differences, obsolete, problems
 from core.checkpoint.errors import CheckpointError, MissingCheckpoint
 
@@ -118,7 +119,7 @@ def test_tidy_removes_litter_and_restores_what_was_about_to_be_replaced(tmp_path
     make(tmp_path, "iter_0000001", "iter_0000001.old", "iter_0000002.old", "iter_0000003.tmp")
     make(tmp_path, "iter_0000004.old.tmp", "mine.tmp", "iter_5.tmp")
     (tmp_path / "latest.tmp").write_text("iter_00")
-    folders.tidy(tmp_path)
+    publication.tidy(tmp_path)
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["iter_0000001", "iter_0000002", "iter_5.tmp", "mine.tmp"]
 
@@ -131,9 +132,9 @@ def test_a_link_to_an_archive_is_removed_and_the_archive_is_not(tmp_path):
     (here / "iter_0000001").symlink_to(archive / "iter_0000001")
     (here / "iter_0000002.tmp").symlink_to(archive / "iter_0000002")
     (here / "iter_0000003").symlink_to(archive / "iter_0000003")
-    folders.discard(here / "iter_0000001")
-    folders.publish(here, "iter_0000003")
-    assert folders.tidy(here) == []
+    publication.discard(here / "iter_0000001")
+    publication.publish(here, "iter_0000003")
+    assert publication.tidy(here) == []
     assert sorted(path.name for path in here.iterdir()) == ["iter_0000003", "latest"]
     assert not (here / "iter_0000003").is_symlink()
     for path in archive.iterdir():
@@ -149,16 +150,16 @@ def test_litter_that_cannot_be_removed_is_said_and_ends_nothing(tmp_path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(folders.shutil, "rmtree", busy)
-        (said,) = folders.tidy(tmp_path)
+        (said,) = publication.tidy(tmp_path)
         assert str(tmp_path / "iter_0000009.tmp") in said and "busy" in said
         for _ in range(2):
             make(tmp_path, "iter_0000002.tmp")
-            folders.publish(tmp_path, "iter_0000002")
+            publication.publish(tmp_path, "iter_0000002")
         with pytest.raises(OSError):
-            folders.discard(tmp_path / "iter_0000001")
+            publication.discard(tmp_path / "iter_0000001")
         assert order(tmp_path) == ["iter_0000002"]
-        assert len(folders.tidy(tmp_path)) == 4
-    assert folders.tidy(tmp_path) == []
+        assert len(publication.tidy(tmp_path)) == 4
+    assert publication.tidy(tmp_path) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "latest"]
 
 
@@ -168,7 +169,7 @@ def test_a_crash_between_the_two_renames_of_publishing_loses_nothing(tmp_path):
     (tmp_path / "latest.tmp").write_text("iter_0000002\n")
     assert order(tmp_path) == ["iter_0000002", "iter_0000001"]
     assert folders.latest(tmp_path) == "iter_0000002"
-    folders.tidy(tmp_path)
+    publication.tidy(tmp_path)
     assert (tmp_path / "latest").read_text() == "iter_0000002\n"
     assert not (tmp_path / "latest.tmp").exists()
 
@@ -178,7 +179,7 @@ def test_a_pointer_that_does_not_name_a_checkpoint_yet_counts_for_nothing(tmp_pa
     make(tmp_path, "iter_0000001", "iter_0000002", "iter_0000003.tmp", latest="iter_0000001\n")
     (tmp_path / "latest.tmp").write_text(following)
     assert order(tmp_path)[0] == "iter_0000001"
-    folders.tidy(tmp_path)
+    publication.tidy(tmp_path)
     assert folders.latest(tmp_path) == "iter_0000001"
     assert not (tmp_path / "latest.tmp").exists()
 
@@ -196,7 +197,7 @@ def test_publishing_never_replaces_another_programs_folder(tmp_path):
     make(tmp_path, "iter_0000001", index=False)
     theirs.write_bytes(b"theirs")
     with pytest.raises(CheckpointError, match="choose another --save folder"):
-        folders.publish(tmp_path, "iter_0000001")
+        publication.publish(tmp_path, "iter_0000001")
     assert theirs.read_bytes() == b"theirs"
 
 
