@@ -193,7 +193,9 @@ class Checkpoints:
         """The iteration this run goes on from, if it lies in the folder saved to."""
         if self._resumed is None:
             return None
-        here = self._resumed.path.resolve().parent == Path(self.config.save).resolve()
+        # as it was named, and as it is stored: either may be a link to the other
+        path, save = self._resumed.path.absolute(), Path(self.config.save).resolve()
+        here = save in (path.parent.resolve(), path.resolve().parent)
         return self._resumed.iteration if here else None
 
     # ---- loading --------------------------------------------------------------------------------

@@ -83,6 +83,20 @@ def test_a_branch_that_was_given_up_neither_counts_nor_is_turned_to(tmp_path, ca
     assert saved_iterations(tmp_path / "branch_2") == [5]
 
 
+def test_a_checkpoint_that_is_a_link_to_an_archive_is_resumed_from_where_the_link_is(tmp_path):
+    """All there was in the folder was set aside, as if the run had begun elsewhere."""
+    flags = ("--save", tmp_path / "run", "--load", tmp_path / "run", "--train-iters", 3)
+    run(*flags, "--save-interval", 1, "--exit-interval", 2)
+    newest, archived = tmp_path / "run" / "iter_0000002", tmp_path / "archived"
+    newest.rename(archived)
+    newest.symlink_to(archived)
+    run(*flags)
+    assert saved_iterations(tmp_path / "run") == [3, 2, 1]
+    (tmp_path / "link").symlink_to(tmp_path / "run" / "iter_0000001")
+    run(*flags, "--load", tmp_path / "link", "--keep-last", 1)
+    assert saved_iterations(tmp_path / "run") == [3, 1], "the one begun with stays"
+
+
 def test_a_run_without_load_sets_aside_what_it_finds(tmp_path, capsys):
     run("--save", tmp_path, "--train-iters", 3, "--save-interval", 1)
     run("--save", tmp_path, "--train-iters", 2, "--keep-last", 1)
