@@ -13,5 +13,9 @@ class BrokenCheckpoint(CheckpointError):
     """This one is damaged (torn, truncated, flipped, incomplete): the previous one may be good."""
 
 
+class MisreadCheckpoint(BrokenCheckpoint):
+    """Reading failed, or gave other bytes than were written: a second try may do better."""
+
+
 class SaveError(CheckpointError):
     """A save failed on some rank; raised on every rank. Older checkpoints are as they were."""

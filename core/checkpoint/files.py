@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from core.checkpoint.errors import BrokenCheckpoint
+from core.checkpoint.errors import BrokenCheckpoint, MisreadCheckpoint
 from core.checkpoint.index import StoredFile
 from core.checkpoint.write_back import start_write_back
 
@@ -205,9 +205,9 @@ class TensorFile:
                 length = int.from_bytes(start, "little")
                 text = file.read(length) if length < self._facts.bytes else b""
         except OSError as error:
-            raise BrokenCheckpoint(f"{self.path}: {error.strerror}") from error
+            raise MisreadCheckpoint(f"{self.path}: {error.strerror}") from error
         if zlib.crc32(start + text) != self._facts.header:
-            raise BrokenCheckpoint(f"{self.path}: its header does not match the index's checksum")
+            raise MisreadCheckpoint(f"{self.path}: its header does not match the index's checksum")
         return 8 + length, json.loads(text)
 
     def check(self, key: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
@@ -221,7 +221,7 @@ class TensorFile:
         try:
             return os.open(self.path, os.O_RDONLY)
         except OSError as error:
-            raise BrokenCheckpoint(f"{self.path}: {error.strerror}") from error
+            raise MisreadCheckpoint(f"{self.path}: {error.strerror}") from error
 
     def read_block(
         self, source: int, key: str, i: int, crc: int, into: memoryview | None = None
@@ -237,12 +237,12 @@ class TensorFile:
             try:
                 count = os.preadv(source, [view[done:]], at + done)
             except OSError as error:
-                raise BrokenCheckpoint(f"{self.path}: {error.strerror}") from error
+                raise MisreadCheckpoint(f"{self.path}: {error.strerror}") from error
             if not count:
                 raise BrokenCheckpoint(f"{self.path} ends inside {key}")
             done += count
         if zlib.crc32(view) != crc:
-            raise BrokenCheckpoint(
+            raise MisreadCheckpoint(
                 f"{self.path}: bytes {at} to {at + size} (block {i} of {key}) have crc32 "
                 f"{zlib.crc32(view):08x}, {crc:08x} was written"
             )

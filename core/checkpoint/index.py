@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from core.checkpoint.directory import INDEX, write_text
-from core.checkpoint.errors import BrokenCheckpoint, CheckpointError
+from core.checkpoint.errors import BrokenCheckpoint, CheckpointError, MisreadCheckpoint
 from core.checkpoint.slices import Box, tiling_problem, volume, whole
 
 FORMAT, VERSION = "phalanx checkpoint", 1
@@ -128,12 +128,12 @@ class Index:
         except FileNotFoundError:
             raise BrokenCheckpoint(f"{path} is missing") from None
         except (OSError, ValueError) as error:
-            raise BrokenCheckpoint(f"{path} is not readable JSON ({error})") from None
+            raise MisreadCheckpoint(f"{path} is not readable JSON ({error})") from None
         body = data.get("index") if isinstance(data, dict) else None
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             raise CheckpointError(f"{path} is not the index of a {FORMAT}")
         if data.get("checksum") != _crc(_compact(body)):
-            raise BrokenCheckpoint(f"{path} does not match its own checksum")
+            raise MisreadCheckpoint(f"{path} does not match its own checksum")
         if body["version"] > VERSION:
             raise CheckpointError(
                 f"{path} has format version {body['version']}, this program reads up to {VERSION}; "

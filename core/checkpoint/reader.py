@@ -18,7 +18,12 @@ import torch
 from torch import Tensor
 
 from core.checkpoint.directory import INDEX, candidates, latest
-from core.checkpoint.errors import BrokenCheckpoint, CheckpointError, MissingCheckpoint
+from core.checkpoint.errors import (
+    BrokenCheckpoint,
+    CheckpointError,
+    MisreadCheckpoint,
+    MissingCheckpoint,
+)
 from core.checkpoint.files import TensorFile, dtype_named, host_bytes, in_threads
 from core.checkpoint.index import Index, StoredBox, StoredTensor
 from core.checkpoint.pieces import Piece
@@ -235,6 +240,8 @@ def load(
 
     When any rank finds the checkpoint damaged, all turn to the previous one, with a line from rank
     0, and `read` is called again: it must overwrite what it did before, and must not communicate.
+    Where only reading it failed, or gave other bytes than were written, all try it once more first:
+    a disk or network that stumbles costs no checkpoint.
     With `step` there is no other to turn to. Collective. Raises on every rank MissingCheckpoint,
     BrokenCheckpoint when no checkpoint is whole, CheckpointError when one does not fit.
     """
@@ -242,12 +249,12 @@ def load(
     paths = _agree_on_candidates(directory, step, world, say)
     damage: list[str] = []
     for path in paths:
-        result, mine = _attempt(read, path)
-        outcomes = gather_objects(_told(mine), world, tag="checkpoint.load")
-        refused = _by_rank(outcomes, "refused")
-        if refused:
-            raise mine if _kind(mine) == "refused" else CheckpointError(refused)
-        broken = _by_rank(outcomes, "broken")
+        result, broken, again = _attempt_together(read, path, world)
+        if again:
+            misread = broken
+            result, broken, _ = _attempt_together(read, path, world)
+            if world.rank == 0 and not broken:
+                say(f"WARNING: {path} could be read at the second try only: {misread}")
         if not broken:
             if damage and world.rank == 0:
                 say(f"WARNING: loading {path} instead of the newest checkpoint")
@@ -278,6 +285,18 @@ def _agree_on_candidates(directory: Path, step: int | None, world: Group, say: S
     return [Path(line) for line in lines]
 
 
+def _attempt_together(
+    read: Callable[[Checkpoint], T], path: Path, world: Group
+) -> tuple[T | None, str, bool]:
+    """What was read, what any rank found broken, and whether a second try may do better."""
+    result, mine = _attempt(read, path)
+    outcomes = gather_objects(_told(mine), world, tag="checkpoint.load")
+    if refused := _by_rank(outcomes, "refused"):
+        raise mine if _kind(mine) == "refused" else CheckpointError(refused)
+    broken = _by_rank(outcomes, "broken", "misread")
+    return result, broken, bool(broken) and not _by_rank(outcomes, "broken")
+
+
 def _attempt(read: Callable[[Checkpoint], T], path: Path) -> tuple[T | None, Exception | None]:
     try:
         return read(Checkpoint(path)), None
@@ -288,6 +307,8 @@ def _attempt(read: Callable[[Checkpoint], T], path: Path) -> tuple[T | None, Exc
 def _kind(error: Exception | None) -> str:
     if error is None:
         return ""
+    if isinstance(error, MisreadCheckpoint):
+        return "misread"
     return "broken" if isinstance(error, BrokenCheckpoint) else "refused"
 
 
@@ -296,11 +317,11 @@ def _told(error: Exception | None) -> tuple[str, str]:
     return _kind(error), str(error) if plain else f"{type(error).__name__}: {error}"
 
 
-def _by_rank(outcomes: Sequence[tuple[str, str]], kind: str) -> str:
-    """What the ranks say about this kind of failure, each sentence once."""
+def _by_rank(outcomes: Sequence[tuple[str, str]], *kinds: str) -> str:
+    """What the ranks say about these kinds of failure, each sentence once."""
     said: dict[str, list[int]] = {}
     for rank, (its_kind, text) in enumerate(outcomes):
-        if its_kind == kind:
+        if its_kind in kinds:
             said.setdefault(text, []).append(rank)
     if len(outcomes) == 1:
         return "; ".join(said)

@@ -1,5 +1,6 @@
 """On disk after a crash, a full disk or bit rot: always a whole checkpoint, and it is found."""
 
+import errno
 import os
 import pickle
 import random
@@ -217,6 +218,38 @@ def test_ranks_fall_back_together(ranks, tmp_path):
     told = ranks.run(load_layout, tmp_path, 2, size=2)
     assert [iteration for iteration, _ in told] == [1, 1]
     assert [wrong for _, wrong in told] == [[], []]
+
+
+def load_stumbling(world, directory, failing):
+    """Rank 1's calls of `preadv` in `failing` fail; what was loaded, and what was said."""
+    real, calls, said = os.preadv, [], []
+
+    def stumbling(*args):
+        calls.append(args)
+        if world.rank == 1 and len(calls) in failing:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(*args)
+
+    os.preadv = stumbling
+    try:
+        iteration, (x,) = load(directory, read_all, world, say=said.append)
+    finally:
+        os.preadv = real
+    return iteration, x.unique().tolist(), said
+
+
+def test_one_read_error_costs_no_checkpoint(ranks, tmp_path):
+    """The run went back by an interval, and set the good newest aside."""
+    for iteration in (1, 2):
+        save(tmp_path, iteration, [single("x", torch.full((9,), float(iteration)))], {}, ALONE)
+    first, second = ranks.run(load_stumbling, tmp_path, (1,), size=2)
+    assert (first[:2], second) == ((2, [2.0]), (2, [2.0], []))
+    (said,) = first[2]
+    assert "iter_0000002 could be read at the second try only: rank 1" in said
+    assert "Input/output error" in said
+    first, second = ranks.run(load_stumbling, tmp_path, (1, 2), size=2)
+    assert first[:2] == second[:2] == (1, [1.0]), "twice is damage"
+    assert "is damaged" in first[2][0] and "instead of the newest" in first[2][1]
 
 
 def test_a_pointer_to_nothing_is_said(tmp_path):
