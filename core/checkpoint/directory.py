@@ -5,7 +5,7 @@ checkpoint holds, store.py and reader.py write and read them. In the folder:
 
     iter_0000100/       a complete checkpoint; there is never an incomplete one under such a name
     iter_0000100.old/   what iter_0000100 was before it was saved again; exists for two renames
-    iter_0000200.tmp/   being written, or left by a crash; the next save removes it
+    iter_0000200.3f9c06d1.tmp/  being written, or left by a crash; the next save removes it
     branch_1/           checkpoints that a run which began at an older step has set aside
     latest              text: the name of the checkpoint to resume from
     latest.tmp          what `latest` says as soon as that checkpoint is in its place

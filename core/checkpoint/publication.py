@@ -65,10 +65,8 @@ def _finish_branches(directory: Path) -> None:
             replaced = []
 
 
-def publish(
-    directory: Path, name: str, new: Path | None = None, after: int | None = None
-) -> list[str]:
-    """Makes the finished folder `new` (`name`.tmp) the checkpoint `name`, and `latest` point to it.
+def publish(directory: Path, name: str, new: Path, after: int | None = None) -> list[str]:
+    """Makes the finished folder `new` the checkpoint `name`, and `latest` point to it.
 
     All that can run out of space happens before the rename, and a checkpoint of the same name
     stays whole until the new one is in its place. What lies beyond iteration `after` is another
@@ -76,7 +74,6 @@ def publish(
     new one is there, for it must neither count as one of the newest nor be turned to when one of
     ours is damaged. Returns what there is to say about that.
     """
-    new = new or directory / f"{name}.tmp"
     final, old = directory / name, directory / f"{name}.old"
     pointer = directory / f"{LATEST}.tmp"
     if final.exists() and (foreign := foreign_files(final)) and not (final / INDEX).exists():

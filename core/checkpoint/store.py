@@ -120,12 +120,8 @@ class Saver:
         whole, beside all that is there, nothing is written.
         """
         self.wait()
-        what = f"cannot save iteration {iteration}"
-        pieces, needed = self._weighed(pieces, what)
-        folder = self.directory / f"{folders.folder_name(iteration)}.tmp"
-        under_way = _Save(iteration, folder, meta, self.world.rank, needed)
-        self._on_rank_0(lambda: self._prepare(under_way), what)
-        self._under_way = under_way
+        pieces, needed = self._weighed(pieces, f"cannot save iteration {iteration}")
+        self._under_way = under_way = self._prepared(iteration, meta, needed)
         if not self.asynchronous:
             under_way.write(pieces)
             self.wait()
@@ -174,16 +170,18 @@ class Saver:
 
     def _once_more(self, failed: _Save) -> None:
         """Writes the copies of a save that failed in the background, in this thread."""
-        what = f"cannot save iteration {failed.iteration}"
-        self._on_rank_0(lambda: self._prepare(failed), what)
-        self._under_way = _Save(
-            failed.iteration, failed.folder, failed.meta, self.world.rank, failed.needed
-        )
+        self._under_way = self._prepared(failed.iteration, failed.meta, failed.needed)
         if failed.copies is None:
             self._under_way.fail(failed.error)
         else:
             self._under_way.write(failed.copies.made())
         self.wait()
+
+    def _prepared(self, iteration: int, meta: dict, needed: int) -> _Save:
+        """A save that every rank can write to, for which rank 0 has made room and a folder."""
+        what = f"cannot save iteration {iteration}"
+        name = self._on_rank_0(lambda: self._make_folder(iteration, meta, needed), what)
+        return _Save(iteration, self.directory / name, meta, self.world.rank, needed)
 
     def _weighed(self, pieces: Iterable[Piece], what: str) -> tuple[list[Piece], int]:
         """This rank's pieces, and the bytes of all ranks'."""
@@ -201,30 +199,35 @@ class Saver:
 
     # ---- rank 0 ---------------------------------------------------------------------------------
 
-    def _on_rank_0(self, job, what: str, kind: type[CheckpointError] = SaveError) -> None:
-        """Runs the job there; if it fails, raises on every rank."""
-        failure = ""
+    def _on_rank_0(self, job, what: str, kind: type[CheckpointError] = SaveError) -> str | None:
+        """Runs the job there; every rank returns its result or, if it fails, raises."""
+        failure, result = "", None
         if self.world.rank == 0:
             try:
-                job()
+                result = job()
             except (CheckpointError, OSError, TypeError, ValueError) as error:
                 failure = _text(error)
-        failure = broadcast_object(failure, self.world, tag="checkpoint.prepare")
+        failure, result = broadcast_object((failure, result), self.world, tag="checkpoint.prepare")
         if failure:
             raise kind(f"{self.directory}: {what}: {failure}")
+        return result
 
     def _take_folder(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = folders.Lock(self.directory)
 
-    def _prepare(self, planned: _Save) -> None:
-        json.dumps(planned.meta)
+    def _make_folder(self, iteration: int, meta: dict, needed: int) -> str:
+        """Its name is like no other: a rank that outlives a killed run finds its own gone, and
+        cannot write into the one of the run started again."""
+        json.dumps(meta)
         for stuck in set(publication.tidy(self.directory)) - self._stuck:
             self._stuck.add(stuck)
             self._say(f"WARNING: {stuck}")
-        if lack := folders.no_room(self.directory, planned.needed):
+        if lack := folders.no_room(self.directory, needed):
             raise SaveError(lack)
-        planned.folder.mkdir()
+        name = f"{folders.folder_name(iteration)}.{publication.token()}.tmp"
+        (self.directory / name).mkdir()
+        return name
 
     def _settle(self, under_way: _Save, failures: list[str]) -> str:
         """Publishes, or cleans up; returns why the checkpoint is not there, "" when it is."""

@@ -117,7 +117,7 @@ def test_differences_are_one_line_per_flag():
 
 def test_tidy_removes_litter_and_restores_what_was_about_to_be_replaced(tmp_path):
     make(tmp_path, "iter_0000001", "iter_0000001.old", "iter_0000002.old", "iter_0000003.tmp")
-    make(tmp_path, "iter_0000004.old.tmp", "mine.tmp", "iter_5.tmp")
+    make(tmp_path, "iter_0000004.old.tmp", "mine.tmp", "iter_5.tmp", "iter_0000006.3f9c06d1.tmp")
     (tmp_path / "latest.tmp").write_text("iter_00")
     publication.tidy(tmp_path)
     left = sorted(path.name for path in tmp_path.iterdir())
@@ -133,7 +133,7 @@ def test_a_link_to_an_archive_is_removed_and_the_archive_is_not(tmp_path):
     (here / "iter_0000002.tmp").symlink_to(archive / "iter_0000002")
     (here / "iter_0000003").symlink_to(archive / "iter_0000003")
     publication.discard(here / "iter_0000001")
-    publication.publish(here, "iter_0000003")
+    publication.publish(here, "iter_0000003", here / "iter_0000003.tmp")
     assert publication.tidy(here) == []
     assert sorted(path.name for path in here.iterdir()) == ["iter_0000003", "latest"]
     assert not (here / "iter_0000003").is_symlink()
@@ -154,7 +154,7 @@ def test_litter_that_cannot_be_removed_is_said_and_ends_nothing(tmp_path, monkey
         assert str(tmp_path / "iter_0000009.tmp") in said and "busy" in said
         for _ in range(2):
             make(tmp_path, "iter_0000002.tmp")
-            publication.publish(tmp_path, "iter_0000002")
+            publication.publish(tmp_path, "iter_0000002", tmp_path / "iter_0000002.tmp")
         with pytest.raises(OSError):
             publication.discard(tmp_path / "iter_0000001")
         assert order(tmp_path) == ["iter_0000002"]
@@ -197,7 +197,7 @@ def test_publishing_never_replaces_another_programs_folder(tmp_path):
     make(tmp_path, "iter_0000001", index=False)
     theirs.write_bytes(b"theirs")
     with pytest.raises(CheckpointError, match="choose another --save folder"):
-        publication.publish(tmp_path, "iter_0000001")
+        publication.publish(tmp_path, "iter_0000001", tmp_path / "iter_0000001.tmp")
     assert theirs.read_bytes() == b"theirs"
 
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from core.checkpoint import directory as folders
-from core.checkpoint import files
+from core.checkpoint import files, publication
 from core.checkpoint.errors import CheckpointError, MissingCheckpoint, SaveError
 from core.checkpoint.pieces import Piece
 from core.checkpoint.reader import load, open_checkpoint
@@ -151,6 +151,27 @@ def test_an_iteration_saved_again_replaces_the_first(tmp_path):
     for value in (1.0, 2.0):
         save(tmp_path, 7, [single("x", torch.tensor([value]))], {}, ALONE)
     assert open_checkpoint(tmp_path).read("x").item() == 2.0
+    assert names_in(tmp_path) == [".lock", "iter_0000007", "latest"]
+
+
+def test_a_rank_that_outlives_its_run_cannot_write_into_the_next_ones(tmp_path, monkeypatch):
+    """Rank 0 was killed and the run started again; rank 1's old part passed every checksum."""
+    written_to = []
+
+    def killed(directory, name, new, *_):
+        written_to.append(new)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publication, "publish", killed)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                save(tmp_path, 7, [single("x", torch.ones(1))], {}, ALONE)
+    before, now = written_to
+    assert now.exists() and not before.exists()
+    with pytest.raises(FileNotFoundError):
+        files.write_file(before / "rank_00001.safetensors", [("x", torch.zeros(1))])
+    save(tmp_path, 7, [single("x", torch.ones(1))], {}, ALONE)
     assert names_in(tmp_path) == [".lock", "iter_0000007", "latest"]
 
 
