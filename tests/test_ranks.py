@@ -82,6 +82,21 @@ def test_a_dead_rank_is_named_with_its_exit_code(ranks: RankPool) -> None:
     assert len(ranks.run(report, 0)) == 2  # the pool has replaced it
 
 
+def refuse_to_join(world):
+    def refuse(*_, **__):
+        raise ConnectionError("planted")
+
+    dist.init_process_group = refuse  # as long as this process lives
+
+
+def test_ranks_that_could_not_join_are_replaced(ranks: RankPool) -> None:
+    """torch goes on counting groups where they stopped: the next would wait under another name."""
+    ranks.run(refuse_to_join)
+    with pytest.raises(ConnectionError, match="planted"):
+        ranks.run(draw)
+    assert len(ranks.run(draw)) == 2
+
+
 def test_a_hung_rank_is_shown_where_it_hangs(ranks: RankPool) -> None:
     for limit in (1, 10, 60):  # on a busy machine it may not even have begun to hang
         with pytest.raises(RankFailed, match=rf"rank 1 .* no answer within {limit} s") as hung:

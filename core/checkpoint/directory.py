@@ -247,9 +247,12 @@ class Lock:
 
     A POSIX record lock: it dies with its process, however that ends, works over NFS, and is not
     inherited by forked workers. Raises CheckpointError when another process holds it.
+
+    unprotected  why the file system gives no lock, "" when it does: the run goes on, to be told
     """
 
     def __init__(self, directory: Path) -> None:
+        self.unprotected = ""
         self._file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -257,8 +260,9 @@ class Lock:
             holder = _holder(self._file)
             self.release()
             raise CheckpointError(_another_run(directory, holder)) from None
-        except OSError:
-            return  # a file system without locks: the run goes on unprotected
+        except OSError as error:
+            self.unprotected = error.strerror
+            return
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 

@@ -215,6 +215,12 @@ class Saver:
     def _take_folder(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = folders.Lock(self.directory)
+        if self._lock.unprotected:
+            self._say(
+                f"WARNING: the file system of {self.directory} has no locks "
+                f"({self._lock.unprotected}): nothing keeps a second run from saving there too; "
+                "give each run a folder of its own"
+            )
 
     def _make_folder(self, iteration: int, meta: dict, needed: int) -> str:
         """Its name is like no other: a rank that outlives a killed run finds its own gone, and
