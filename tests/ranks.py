@@ -231,6 +231,8 @@ def _serve(pipe: Connection, line: Connection) -> None:
             warnings.simplefilter("error")
             pipe.send(_answer(task, state))
             pipe.recv()  # "end": nobody needs this rank's connections any more
+            if state["world"] is None:
+                return  # it did not join: its next default group would not have the others' name
             _forget(state)
         pipe.send("idle")
 

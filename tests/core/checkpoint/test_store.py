@@ -1,5 +1,6 @@
 """Saving and loading: any cut to any other, every dtype, all ranks of one mind."""
 
+import errno
 import json
 import os
 import tracemalloc
@@ -173,6 +174,20 @@ def test_a_rank_that_outlives_its_run_cannot_write_into_the_next_ones(tmp_path, 
         files.write_file(before / "rank_00001.safetensors", [("x", torch.zeros(1))])
     save(tmp_path, 7, [single("x", torch.ones(1))], {}, ALONE)
     assert names_in(tmp_path) == [".lock", "iter_0000007", "latest"]
+
+
+def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(folders.fcntl, "lockf", no_locks)
+    said = []
+    with Saver(tmp_path, ALONE, say=said.append) as saver:
+        for iteration in (1, 2):
+            saver.save(iteration, [single("x", torch.ones(1))], {})
+    assert open_checkpoint(tmp_path).iteration == 2
+    (line,) = said
+    assert f"{tmp_path} has no locks (No locks available)" in line
 
 
 def test_meta_that_is_not_json_is_refused_before_anything_is_written(tmp_path):
