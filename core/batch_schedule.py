@@ -66,11 +66,11 @@ class BatchSchedule:
             iterations -= steps
         return consumed
 
-    def iterations_within(self, samples: int) -> int:
-        """Whole steps that fit in the first `samples` samples: the last is never cut short."""
-        iterations, consumed = 0, 0
+    def iterations_within(self, samples: int, consumed: int = 0) -> int:
+        """Whole steps that fit between `consumed` and `samples`: the last is never cut short."""
+        iterations = 0
         for batch, end in self._plateaus():
-            steps = (samples - consumed) // batch
+            steps = max(0, samples - consumed) // batch
             if end is not None:
                 steps = min(steps, max(0, -(-(end - consumed) // batch)))
             consumed += steps * batch

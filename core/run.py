@@ -145,7 +145,6 @@ class Inputs:
 
 def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
     """Train as `config` says. Returns None when the run is complete, else why it stopped."""
-    last = config.train.last_iteration(grid.shape.dp)
     trainer = trainer_of(config, grid, inputs)
     if grid.device.type == "cpu":
         keep_freed_memory()
@@ -158,6 +157,7 @@ def run(config: Sections, grid: ProcessGrid, inputs: Inputs) -> Stopped | None:
         took=inputs.at_write,
     )
     state = checkpoints.load()
+    last = config.train.last_iteration(grid.shape.dp, state.iteration, state.consumed_samples)
     data = opened(inputs, checkpoints.data_record, state.consumed_samples)
 
     def asked() -> Stopped | None:

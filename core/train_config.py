@@ -79,11 +79,13 @@ class TrainConfig:
         full = self.global_batch_size or self.micro_batch_size * dp
         return BatchSchedule(self.micro_batch_size, dp, full, self.rampup_batch_size)
 
-    def last_iteration(self, dp: int) -> int:
-        """Optimizer steps of the whole run; with --train-samples, the whole steps that fit."""
+    def last_iteration(self, dp: int, iteration: int = 0, consumed: int = 0) -> int:
+        """Optimizer steps of the whole run; with --train-samples, those made and those that fit
+        into what is left: earlier parts of the run may have had other batches."""
         if self.train_iters is not None:
             return self.train_iters
-        return self.batch_schedule(dp).iterations_within(self.train_samples)
+        left = self.batch_schedule(dp).iterations_within(self.train_samples, consumed)
+        return iteration + left
 
     def samples(self, dp: int) -> int:
         """Samples of the whole run."""

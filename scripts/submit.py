@@ -130,9 +130,11 @@ def make_job(
                         f"{args.gpus_per_node}: ranks would share GPUs")  # fmt: skip
     if any(flag.partition("=")[0] == "--nproc" for flag in program):
         problems.append("--nproc starts ranks on one machine; here srun does, leave it out")
+    save = option(program, "--save")
+    if save and (why := goes_back(program, save)):
+        problems.append(why)
     if problems:
         parser.error("\n  ".join(["", *problems]))
-    save = option(program, "--save")
     lead = args.signal_seconds or min(LONGEST_LEAD, max(1, int(seconds) // 4))
     job = Job(
         name=args.job_name or Path(program[0]).stem,
@@ -163,6 +165,21 @@ def option(program: list[str], name: str) -> str | None:
         elif word.startswith(f"{name}="):
             value = word.partition("=")[2]
     return value
+
+
+def goes_back(program: list[str], save: str) -> str:
+    """Why this command line, started again, would not go on from its own checkpoints, or ""."""
+    load = option(program, "--load")
+    if load is None or Path(load).resolve() != Path(save).resolve():
+        return (
+            f"--load is {load or 'absent'}: a requeued job would not go on from --save {save}; give "
+            f"--load {save}. What it begins with is --pretrained-checkpoint DIR (weights), or a "
+            "checkpoint copied there (all of it)"
+        )
+    for flag in ("--ckpt-step", "--finetune"):
+        if any(word.partition("=")[0] == flag for word in program):
+            return f"{flag}: a requeued job would go back each time; leave it out"
+    return ""
 
 
 # ---- the file -------------------------------------------------------------------------------

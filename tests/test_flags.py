@@ -521,6 +521,8 @@ def test_length_of_a_run() -> None:
     assert [batches.size(n) for n in (0, 24, 48, 64)] == [4, 8, 12, 16]
     assert batches.microbatches(24) == 2
     assert train.last_iteration(dp=4) == 6 + 3 + 2 + 1
+    # 10 steps of a batch of 4 have been made: 60 samples are left, at 8, 12 and then 16
+    assert train.last_iteration(dp=4, iteration=10, consumed=40) == 10 + 1 + 2 + 1
 
 
 def test_examples() -> None:

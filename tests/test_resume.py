@@ -152,6 +152,16 @@ def test_no_load_optim_goes_on_with_fresh_moments(ranks, tmp_path, folder, three
     assert_same_bits(contents(tmp_path / "fresh"), contents(tmp_path / "unbroken"))
 
 
+@pytest.mark.parametrize(("first", "second"), [(8, 16), (16, 8)])
+def test_samples_are_counted_whatever_the_earlier_batch(ranks, tmp_path, folder, first, second):
+    """--train-samples ends a run that is resumed with another batch neither early nor late."""
+    flags = ("--train-samples", 64, *folder("run"))
+    run(ranks, 1, *flags, "--global-batch-size", first, "--exit-interval", 2)
+    run(ranks, 1, *flags, "--global-batch-size", second, "--load", tmp_path / "run")
+    consumed = [row["consumed_samples"] for row in rows(tmp_path / "run.jsonl")]
+    assert consumed == [first, 2 * first, *range(2 * first + second, 65, second)]
+
+
 def test_no_save_optim(ranks, tmp_path, folder):
     """Such a checkpoint is refused by a run that would need moments, with the ways out."""
     run(ranks, 1, "--train-iters", 4, "--exit-interval", 2, "--no-save-optim", *folder("thin"))

@@ -59,6 +59,10 @@ def test_a_run_counted_in_samples_ends_with_the_last_whole_step(
 ) -> None:
     iterations = schedule.iterations_within(samples)
     assert schedule.consumed_after(iterations) <= samples < schedule.consumed_after(iterations + 1)
+    # the same seen from any step of it, and nothing where all are consumed
+    for done, consumed in enumerate(stepped(schedule, iterations)):
+        assert schedule.iterations_within(samples, consumed) == iterations - done
+    assert schedule.iterations_within(samples, samples + 1) == 0
 
 
 def test_a_run_of_10_to_the_15_samples_is_arithmetic_not_a_loop() -> None:

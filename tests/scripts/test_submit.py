@@ -9,7 +9,7 @@ import pytest
 from core.config import parse
 from scripts import submit
 
-PROGRAM = ["pretrain_gpt.py", "--mock-data", "--save", "runs/a b"]
+PROGRAM = ["pretrain_gpt.py", "--mock-data", "--save", "runs/a b", "--load=runs/a b"]
 
 
 def text_of(capsys, *arguments: str, program=PROGRAM) -> str:
@@ -34,7 +34,7 @@ def test_srun_starts_one_task_for_each_gpu(capsys) -> None:
         assert f"#SBATCH {option}\n" in text
     assert "srun --kill-on-bad-exit=1 --export=ALL --label" in text
     assert "SRUN_CPUS_PER_TASK=" in text
-    assert "pretrain_gpt.py --mock-data --save 'runs/a b'\n" in text
+    assert "pretrain_gpt.py --mock-data --save 'runs/a b' '--load=runs/a b'\n" in text
     assert text.index("requeue.py") < text.index("report.py") < text.index("scontrol requeue")
 
 
@@ -72,6 +72,25 @@ def test_a_short_job_saves_in_its_last_quarter(capsys) -> None:
     assert "--signal=USR1@30\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--save", "runs/a"], r"--load is absent: .* go on from --save runs/a; give --load runs/a"),
+        (["--save", "runs/a", "--load", "runs/b"], "--load is runs/b: .* --pretrained-checkpoint"),
+        (["--save=runs/a", "--load=./runs/a", "--finetune"], "--finetune: .* go back each time"),
+        (["--save=runs/a", "--load", "runs/a", "--ckpt-step=4"], "--ckpt-step: .* leave it out"),
+    ],
+)
+@pytest.mark.parametrize("chain", [[], ["--chain", "3"]])
+def test_a_command_line_that_would_begin_again_each_time_is_refused(
+    capsys, flags, said, chain
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        submit.main(["--time", "60", "--dry-run", *chain, "--", "pretrain_gpt.py", *flags])
+    assert caught.value.code == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
 def test_all_problems_come_at_once(capsys) -> None:
     with pytest.raises(SystemExit) as caught:
         submit.main(["--time", "soon", "--nodes", "0", "--", "nothing.py", "--nproc=2"])
@@ -88,7 +107,7 @@ def test_the_file_is_kept_and_submitted(capsys, tmp_path, monkeypatch) -> None:
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{sbatch.parent}:/usr/bin:/bin")
     save = tmp_path / "ck"
-    program = ["pretrain_gpt.py", "--save", str(save)]
+    program = ["pretrain_gpt.py", "--save", str(save), "--load", str(save)]
     assert submit.main(["--time", "60", "--chain", "3", "--", *program]) == 0
     path = save / "slurm" / "pretrain_gpt.sbatch"
     assert "#SBATCH --no-requeue" in path.read_text()
