@@ -75,7 +75,7 @@ def test_a_short_job_saves_in_its_last_quarter(capsys) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--save", "runs/a"], r"--load is absent: .* go on from --save runs/a; give --load runs/a"),
+        (["--save", "runs/a"], "--load is absent: .* go on from --save runs/a; give --load"),
         (["--save", "runs/a", "--load", "runs/b"], "--load is runs/b: .* --pretrained-checkpoint"),
         (["--save=runs/a", "--load=./runs/a", "--finetune"], "--finetune: .* go back each time"),
         (["--save=runs/a", "--load", "runs/a", "--ckpt-step=4"], "--ckpt-step: .* leave it out"),
