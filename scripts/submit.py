@@ -173,8 +173,8 @@ def goes_back(program: list[str], save: str) -> str:
     if load is None or Path(load).resolve() != Path(save).resolve():
         return (
             f"--load is {load or 'absent'}: a requeued job would not go on from --save {save}; "
-            f"give --load {save}. What it begins with is --pretrained-checkpoint DIR (weights), or a "
-            "checkpoint copied there (all of it)"
+            f"give --load {save}. What it begins with is --pretrained-checkpoint DIR (weights), "
+            "or a checkpoint copied there (all of it)"
         )
     for flag in ("--ckpt-step", "--finetune"):
         if any(word.partition("=")[0] == flag for word in program):
