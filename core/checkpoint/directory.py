@@ -61,6 +61,8 @@ def candidates(directory: Path, step: int | None = None) -> list[Path]:
     there, CheckpointError when the folder holds another program's checkpoint or not that step.
     """
     if (directory / INDEX).is_file():
+        if step is not None and iteration_of(directory.resolve().name) not in (None, step):
+            raise CheckpointError(f"{directory} is one checkpoint, not that of iteration {step}")
         return [directory]
     found = complete(directory)
     if step is not None and found:
@@ -72,6 +74,11 @@ def candidates(directory: Path, step: int | None = None) -> list[Path]:
     if not found:
         if foreign := foreign_files(directory):
             raise CheckpointError(foreign_text(directory, foreign))
+        if (pointer := latest(directory)) and iteration_of(pointer) is not None:
+            raise CheckpointError(
+                f"{directory / LATEST} names {pointer}, and neither that nor another checkpoint is "
+                "there; put one back, or remove that file to start from the beginning"
+            )
         raise MissingCheckpoint(f"{directory} has no checkpoint")
     pointer = latest(directory)
     current = iteration_of(pointer) if pointer else None
@@ -153,6 +160,8 @@ def problems(directory: Path | str, bytes_needed: int) -> Iterator[str]:
     if not existing.is_dir():
         yield f"{existing} is not a folder"
         return
+    if (directory / INDEX).is_file():
+        yield f"{directory} is one checkpoint; give the folder it lies in, {directory.parent}"
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass

@@ -41,9 +41,18 @@ def test_the_pointer_first_then_older_then_what_lies_beyond(tmp_path):
     (tmp_path / "latest").write_bytes(b"\xff\x00")
     assert order(tmp_path)[0] == "iter_0000040"
     assert order(tmp_path, 30) == ["iter_0000030", "iter_0000030.old"]
-    assert candidates(tmp_path / "iter_0000020") == [tmp_path / "iter_0000020"]
+    for asked in (None, 20):
+        assert candidates(tmp_path / "iter_0000020", asked) == [tmp_path / "iter_0000020"]
+    with pytest.raises(CheckpointError, match="is one checkpoint, not that of iteration 35"):
+        candidates(tmp_path / "iter_0000020", 35)
     with pytest.raises(CheckpointError, match="no iteration 35; it has 10, 20, 30, 40"):
         order(tmp_path, 35)
+
+
+def test_a_pointer_to_checkpoints_that_have_vanished_is_no_fresh_start(tmp_path):
+    make(tmp_path, latest="iter_0000030\n")
+    with pytest.raises(CheckpointError, match=r"names iter_0000030, and neither .* put one back"):
+        candidates(tmp_path)
 
 
 def test_nothing_there_is_not_an_error_of_the_input(tmp_path):
@@ -228,6 +237,9 @@ def test_problems_before_a_run(tmp_path, monkeypatch):
     assert list(problems(tmp_path / "file" / "x", 1)) == [
         f"{tmp_path / 'file'} is not a folder"
     ]
+    make(tmp_path, "runs/iter_0000001")
+    (line,) = problems(tmp_path / "runs" / "iter_0000001", 1)
+    assert line.endswith(f"is one checkpoint; give the folder it lies in, {tmp_path / 'runs'}")
     usage = SimpleNamespace(free=5 * 1024**2)
     monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: usage)
     (line,) = problems(tmp_path, 20 * 1024**2)
