@@ -271,6 +271,10 @@ class TorchLogits:
         fresh: bool = False,
     ) -> None:
         """As `gradient`, tile by tile, with nothing kept from forward but the log-sum-exp."""
+        if not self.rows:
+            if dhidden is not None:
+                dhidden.zero_()
+            return
         hidden = hidden.to(self.operand_dtype)
         summed = self._zero_sum(dhidden)
         into = summed, dweight, dbias, fresh

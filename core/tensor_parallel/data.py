@@ -45,7 +45,7 @@ def broadcast_data(
     shapes = [sizes[:dims] for dims, *sizes in header]
     lengths = [torch.Size(shape).numel() for shape in shapes]
     if first:
-        flat = torch.cat([data[key].reshape(-1).to(device) for key in keys])
+        flat = torch.cat([data[key].detach().reshape(-1).to(device) for key in keys])
     else:
         flat = torch.empty(sum(lengths), dtype=datatype, device=device)
     broadcast_(flat, group, tag="broadcast_data")

@@ -79,7 +79,7 @@ class CudaRNGStatesTracker:
         self._is_initialized = False
         self.states_: dict[str, Tensor] = {}
         self.seeds_: set[int] = set()
-        self._current = _DEFAULT
+        self.inside = _DEFAULT
 
     def get_states(self) -> dict[str, Tensor]:
         return dict(self.states_)
@@ -112,17 +112,17 @@ class CudaRNGStatesTracker:
                 f"there is no random state {name!r}; call model_parallel_cuda_manual_seed(seed) "
                 f"or add({name!r}, seed)"
             )
-        outer, before = self._current, _get_state()
+        outer, before = self.inside, _get_state()
         if outer != _DEFAULT:
             self.states_[outer] = before
         _set_state(self.states_[name])
-        self._current = name
+        self.inside = name
         try:
             yield
         finally:
             self.states_[name] = _get_state()
             _set_state(before if outer == _DEFAULT else self.states_[outer])
-            self._current = outer
+            self.inside = outer
 
 
 _TRACKER = CudaRNGStatesTracker()
@@ -176,15 +176,14 @@ def model_parallel_cuda_manual_seed(
 
 
 class _Surroundings:
-    """What a function's result depends on besides its arguments: autocast, and generators if asked.
-    """
+    """What a function's result depends on besides its arguments: autocast, generators if asked."""
 
     def __init__(self, generators: bool) -> None:
         self.generators, cuda = generators, torch.cuda.is_initialized()
         if generators:
             self.cpu = torch.get_rng_state()
             self.cuda = torch.cuda.get_rng_state() if cuda else None
-            self.tracker = _TRACKER.get_states()
+            self.tracker, self.inside = _TRACKER.get_states(), _TRACKER.inside
         devices = ("cpu", "cuda") if cuda else ("cpu",)
         self.autocast = {
             d: (torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices
@@ -197,6 +196,7 @@ class _Surroundings:
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda)
         _TRACKER.set_states(self.tracker)
+        _TRACKER.inside = self.inside
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -239,6 +239,14 @@ def _check_valid() -> None:
         raise RuntimeError("checkpoint works with .backward(), not with torch.autograd.grad()")
 
 
+def _alive(args: tuple) -> Tensor | None:
+    """An argument that requires a gradient, where none of `args` does: what the function closes
+    over, its parameters for one, may. Without it autograd would leave them out in silence."""
+    if not torch.is_grad_enabled() or any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        return None
+    return torch.empty(0, requires_grad=True)
+
+
 class _Args:
     """A function's arguments, kept on `ctx`: tensors where autograd watches over them."""
 
@@ -259,7 +267,9 @@ class CheckpointFunction(Function):
     """Runs a function without keeping its activations; backward runs it again."""
 
     @staticmethod
-    def forward(ctx, run_function, distribute_saved_activations, tp_group, generators, *args):
+    def forward(
+        ctx, alive, run_function, distribute_saved_activations, tp_group, generators, *args
+    ):
         ctx.run_function, ctx.group = run_function, tp_group
         ctx.distributed = bool(distribute_saved_activations)
         ctx.then = _Surroundings(generators)
@@ -284,7 +294,7 @@ class CheckpointFunction(Function):
         with ctx.then.again():
             outputs = _as_tuple(ctx.run_function(*inputs))
         _backward(outputs, gradients)
-        return (None,) * 4 + tuple(i.grad if isinstance(i, Tensor) else None for i in inputs)
+        return (None,) * 5 + tuple(i.grad if isinstance(i, Tensor) else None for i in inputs)
 
 
 def checkpoint(
@@ -300,15 +310,17 @@ def checkpoint(
                                   backward gathers it
     preserve_rng_state            False for a function that draws from no generator
     """
+    if not torch.is_grad_enabled():
+        return function(*args)  # nothing is kept, and nothing would make args[0] whole again
     group = parallel_state.resolve(tp_group) if distribute_saved_activations else None
     return CheckpointFunction.apply(
-        function, distribute_saved_activations, group, preserve_rng_state, *args
+        _alive(args), function, distribute_saved_activations, group, preserve_rng_state, *args
     )
 
 
 class _CheckpointWithoutOutputFunction(Function):
     @staticmethod
-    def forward(ctx, run_function, owner, *args):
+    def forward(ctx, alive, run_function, owner, *args):
         with torch.no_grad():
             outputs = run_function(*args)
         _Args.save(ctx, _detached(args))
@@ -320,7 +332,7 @@ class _CheckpointWithoutOutputFunction(Function):
         inputs, outputs = ctx.inputs, ctx.outputs
         ctx.inputs = ctx.outputs = None
         _backward(outputs, gradients)
-        return None, None, *(i.grad if isinstance(i, Tensor) else None for i in inputs)
+        return None, None, None, *(i.grad if isinstance(i, Tensor) else None for i in inputs)
 
 
 class CheckpointWithoutOutput:
@@ -350,7 +362,7 @@ class CheckpointWithoutOutput:
 
     def checkpoint(self, run_function: Callable, *args: object):
         self.run_function, self.then = run_function, _Surroundings(self.preserve_rng_state)
-        outputs = _CheckpointWithoutOutputFunction.apply(run_function, self, *args)
+        outputs = _CheckpointWithoutOutputFunction.apply(_alive(args), run_function, self, *args)
         self.outputs = _as_tuple(outputs)
         return outputs
 

@@ -33,7 +33,7 @@ def test_every_rank_gets_all_shapes(ranks: RankPool, size: int) -> None:
 
 def default_group(world):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    data = {"x": torch.full((2,), float(world.rank))}
+    data = {"x": torch.full((2,), float(world.rank), requires_grad=True)}
     return broadcast_data(["x"], data, torch.float32)["x"].tolist()
 
 

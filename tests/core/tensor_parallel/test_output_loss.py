@@ -88,6 +88,10 @@ def test_uneven_shards(ranks, mode):
     only_padding = Case(mode=mode, vocab_size=9, label_smoothing=0.1, bias=True)  # 3 + 3 + 3 + 0
     capped, cut = only_padding.with_(softcap=3.0), only_padding.with_(cuts=(0, 4, 4, 9, 9))
     compare(ranks, 4, [only_padding, capped, cut])
+    plain = Case(mode=mode, vocab_size=9)  # without smoothing the gradient takes another path
+    compare(ranks, 4, [plain, plain.with_(softcap=3.0, bias=True)])
+    if mode == "one-shot":
+        compare(ranks, 4, [plain.with_(reduction="none")])
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -1,5 +1,7 @@
 """Megatron's tracker and checkpoints, on the CPU."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -166,6 +168,51 @@ def test_checkpoint_refuses_autograd_grad() -> None:
     x = leaf(whole(3))
     with pytest.raises(RuntimeError, match=r"works with \.backward\(\)"):
         torch.autograd.grad(checkpoint(torch.exp, False, x).sum(), x)
+
+
+@pytest.mark.parametrize("without_output", [False, True])
+def test_parameters_learn_though_the_input_needs_no_gradient(without_output: bool) -> None:
+    """The first layer behind a frozen embedding: what the function closes over needs gradients."""
+    weight, x = leaf(whole(3, 3)), whole(3)
+    if without_output:
+        part = CheckpointWithoutOutput()
+        y = part.checkpoint(lambda x: x @ weight, x)
+        z = 2 * y
+        part.discard_output_and_register_recompute(z)
+    else:
+        z = 2 * checkpoint(lambda x: x @ weight, False, x)
+    z.sum().backward()
+    torch.testing.assert_close(weight.grad, 2 * x[:, None].expand(3, 3))
+    assert x.grad is None
+
+
+@pytest.mark.parametrize("around", ["forward", "backward", "both"])
+def test_the_same_mask_in_a_fork_within_a_fork(around: str) -> None:
+    tracker = get_cuda_rng_tracker()
+    model_parallel_cuda_manual_seed(7)
+
+    def drop(x):
+        with tracker.fork():
+            return F.dropout(x, 0.5)
+
+    def in_fork(wanted: str):
+        return tracker.fork() if around in (wanted, "both") else contextlib.nullcontext()
+
+    x = leaf(torch.ones(64, dtype=torch.float64))
+    with in_fork("forward"):
+        torch.rand(5)
+        y = checkpoint(drop, False, x)
+    with in_fork("backward"):
+        torch.rand(3)
+        y.sum().backward()
+    assert torch.equal(y > 0, x.grad > 0) and 0 < int((y > 0).sum()) < 64
+
+
+def test_without_gradients_the_callers_tensor_stays_whole() -> None:
+    x = whole(4, 4)
+    with torch.no_grad():
+        checkpoint(torch.exp, True, x)
+    assert x.shape == (4, 4)
 
 
 def distributed(world):
