@@ -66,14 +66,10 @@ def problems(config: RunConfig) -> Iterator[str]:
         config.data,
         model.seq_length,
         model.vocab_size if (model.vocab_size or 0) > 0 else None,
-        evaluates=config.train.eval_interval is not None and evaluates(config),
+        evaluates=config.train.eval_interval is not None and start.evaluates(config),
         pairs=model.binary_head,
     )
     yield from start.checkpoint_problems(config, model, bert_parameters)
-
-
-def evaluates(config: RunConfig) -> bool:
-    return config.train.eval_iters > 0 or config.data.full_validation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,7 +118,7 @@ def open_data(
         seq_length=model.seq_length,
         vocab_size=model.vocab_size,
         seed=config.train.seed,
-        evaluates=evaluates(config),
+        evaluates=start.evaluates(config),
         record=record,
         consumed=consumed,
         reads=feeder.reads(),

@@ -59,17 +59,13 @@ def problems(config: RunConfig) -> Iterator[str]:
     """What the sections cannot see on their own: ranks, tokenizer, files."""
     model = with_vocabulary(config.model, config.data)
     vocab_size = model.vocab_size if (model.vocab_size or 0) > 0 else None
-    at_intervals = config.train.eval_interval is not None and evaluates(config)
+    at_intervals = config.train.eval_interval is not None and start.evaluates(config)
     yield from start.rank_problems(config)
     yield from flag_checks.tokenizer_problems(config.data, config.model.vocab_size)
     yield from flag_checks.data_problems(
         config.data, model.seq_length, vocab_size, evaluates=at_intervals
     )
     yield from start.checkpoint_problems(config, model, parameters)
-
-
-def evaluates(config: RunConfig) -> bool:
-    return config.train.eval_iters > 0 or config.data.full_validation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,7 +119,7 @@ def open_data(
         seq_length=model.seq_length,
         vocab_size=model.vocab_size,
         seed=config.train.seed,
-        evaluates=evaluates(config),
+        evaluates=start.evaluates(config),
         record=record,
         consumed=consumed,
         reads=reads,

@@ -20,6 +20,7 @@ from core.config import parse
 from core.config_record import fingerprint
 from core.contradictions import contradictions
 from core.layout_checks import run_problems
+from core.optimizer.config import ARRAYS
 
 Config = Any  # a recipe: sections model, parallel, data, optimizer, train, checkpoint, launch
 
@@ -73,13 +74,17 @@ def rank_problems(config: Config) -> Iterator[str]:
     yield from contradictions(config)
 
 
+def evaluates(config: Config) -> bool:
+    """Whether an evaluation has anything to read."""
+    return config.train.eval_iters > 0 or config.data.full_validation
+
+
 def checkpoint_problems(
     config: Config, model: Any, parameters: Callable[[Any], dict[str, int]]
 ) -> Iterator[str]:
     """The folders to load from and save to. `model`: its config with the vocabulary filled in."""
     # what a broken shape has no answer to is left out; the rest is said in the same message
     sound = model.vocab_size is not None and not any(model.problems())
-    moments = 1 if config.optimizer.optimizer == "sgd" else 2
-    arrays = 1 + moments * config.checkpoint.save_optim
+    arrays = 1 + len(ARRAYS[config.optimizer.optimizer]) * config.checkpoint.save_optim
     size = arrays * model.bytes_per_element * sum(parameters(model).values()) if sound else 0
     yield from preflight.problems(config.checkpoint, model.identity() if sound else None, size)

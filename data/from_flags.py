@@ -209,11 +209,13 @@ def _told(train: MixedDataset, found: dict[str, Mix], given: Opening) -> list[st
     for split, name in zip(SPLITS[1:], ("validation", "testing")):
         if given.evaluates and split in found:
             lines = [
-                leak_line(prefix, before[prefix], now.get(prefix), _held_out(found[split], prefix))
+                leak_line(
+                    prefix, before[prefix], now.get(prefix), _held_out(found[split], prefix), name
+                )
                 for prefix in used(found[split])
                 if prefix in before
             ]
-            facts += few([f"{line} {name} now" for line in lines if line])
+            facts += few([line for line in lines if line])
     return facts
 
 

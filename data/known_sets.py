@@ -101,8 +101,10 @@ def change_lines(before: Mapping[str, Known], now: Mapping[str, Known]) -> Itera
                 )
 
 
-def leak_line(prefix: str, before: Known, now: Known | None, held_out: Known) -> str:
-    """That documents were trained on which are part of ..., or "".
+def leak_line(
+    prefix: str, before: Known, now: Known | None, held_out: Known, split: str
+) -> str:
+    """That documents were trained on which are part of a split, or "".
 
     before    of the set in the checkpoint      now  as it is trained on now, if it is
     held_out  as it is evaluated on
@@ -116,7 +118,7 @@ def leak_line(prefix: str, before: Known, now: Known | None, held_out: Known) ->
         return ""
     return (
         f"WARNING: {prefix}: documents {_span(first, end)} were trained on earlier in this run, "
-        "and are part of"
+        f"and are part of {split} now"
     )
 
 

@@ -184,9 +184,6 @@ class Stack(Stage):
             x = self.embedding(
                 batch["tokens"], batch["position_ids"], context, batch.get("token_types")
             )
-            trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-            if trains and not x.requires_grad:
-                x.requires_grad_()  # the embedding is frozen; blocks recompute if their input asks
         for unit in self.units:
             forward = partial(self._through, unit, context)
             if unit.again and torch.is_grad_enabled():

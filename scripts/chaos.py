@@ -40,6 +40,7 @@ from scripts.chaos_runs import (
     LAUNCHERS,
     RECIPE,
     SCRIPTS,
+    TRAINING,
     Trial,
     command,
     deviation,
@@ -49,7 +50,6 @@ from scripts.chaos_runs import (
 from scripts.chaos_training import MOMENTS, WORDS
 
 PROGRAM = str(SCRIPTS / "chaos_program.py")
-TRAINING = str(SCRIPTS / "chaos_training.py")
 WAYS = 4 * len(MOMENTS)  # two signals, to one rank or to all
 LIMIT, HANG = 15.0, 5.0
 FAULTS = {  # --how -> what the last words must say; a launcher may only know that it is gone

@@ -13,14 +13,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.chaos_runs import SCRIPTS, Trial, deviation, flags, write_corpus
+from core.launch.signals import END_MARGIN
+from scripts.chaos_runs import SCRIPTS, TRAINING, Trial, deviation, flags, write_corpus
 from scripts.requeue import Run, read_history
 
 PROGRAMS = ("sbatch", "squeue", "scontrol", "srun", "scancel")
-TRAINING = str(SCRIPTS / "chaos_training.py")
 NODES, TASKS = 2, 2
 PAUSE = 1.0  # seconds before each step
-MARGIN = 15.0  # core/launch/signals.py: no step is made so near to the limit
 REQUEUES = 2
 # Seconds before the limit, to which SLURM adds up to a minute: it looks every 30 s. torchrun kills
 # its ranks after as many.
@@ -59,7 +58,7 @@ def steps_for(minutes: int) -> int:
     >>> steps_for(1)
     91
     """
-    return int(REQUEUES * (60 * minutes - MARGIN) / PAUSE) + 1
+    return int(REQUEUES * (60 * minutes - END_MARGIN) / PAUSE) + 1  # nearer to it none is made
 
 
 def ended_wrong(runs: Sequence[Run], steps: int, requeues: int) -> list[str]:

@@ -16,6 +16,7 @@ import numpy as np
 
 SCRIPTS = Path(__file__).resolve().parent
 RECIPE = str(SCRIPTS.parent / "pretrain_gpt.py")
+TRAINING = str(SCRIPTS / "chaos_training.py")
 LAUNCHERS = ("nproc", "torchrun", "srun")
 COMPARED = {"train": ("lm_loss", "grad_norm"), "eval": ("lm_loss",)}  # by kind of row
 

@@ -41,7 +41,8 @@ def tidy(directory: Path) -> list[str]:
     stuck = []
     for path in litter(directory):
         try:
-            _remove(path) if LITTER.fullmatch(path.name) else discard(path)
+            remove = _remove if LITTER.fullmatch(path.name) else discard
+            remove(path)
         except OSError as error:
             stuck.append(f"{path} is left from an earlier save and cannot be removed: {error}")
     for path in sorted(directory.iterdir()):

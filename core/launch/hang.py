@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +43,7 @@ LOOK = (
 )
 EVENTS = 50  # of the ledger, that a rank answers with
 FRAMES = 6  # of the main thread, that an answer and a report show
-# Seconds for stacks to be written: a dead file system may be why a run hangs. They are counted in
-# looks, since a machine that has stood still is no dead file system.
+# Seconds for stacks to be written, and between looks: a dead file system may be why a run hangs.
 WRITE_WAIT, WRITE_LOOK = 1.0, 0.05
 
 
@@ -63,6 +62,24 @@ class AwakeClock:
         self._now += min(moment - self._looked, most)
         self._looked = moment
         return self._now
+
+
+def done_in_looks(
+    done: Callable[[], bool],
+    seconds: float,
+    look: float,
+    pause: Callable[[float], object] = time.sleep,
+) -> bool:
+    """Whether it is done after so many seconds, counted in looks: after a clock's the machine may
+    have stood still, and nobody has had the time.
+
+    pause  passes the seconds between two looks, and may end sooner
+    """
+    for _ in range(round(seconds / look)):
+        if done():
+            return True
+        pause(look)
+    return done()
 
 
 class Progress:
@@ -195,10 +212,7 @@ def write_account_in_time(folder: str | Path, rank: int, text: str) -> bool:
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
-    for _ in range(round(WRITE_WAIT / WRITE_LOOK)):
-        thread.join(WRITE_LOOK)
-        if not thread.is_alive():
-            break
+    done_in_looks(lambda: not thread.is_alive(), WRITE_WAIT, WRITE_LOOK, thread.join)
     return written.is_set()
 
 

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from core.launch.failure import Failure, describe_exit, read_failures
+from core.launch.hang import done_in_looks
 from core.launch.place import PARENT, LaunchError, Place
 
 LISTENER = "PHALANX_LISTENER"  # rank 0: the file descriptor of a socket that listens on MASTER_PORT
@@ -30,9 +31,7 @@ STOPPED = 85
 GOOD_EXITS = (0, STOPPED)
 # Seconds: for exits that belong together to be seen; from TERM to KILL; for the last output.
 SETTLE, TERM_WAIT, DRAIN = 0.3, 5.0, 2.0
-# Seconds between two looks. Waits are counted in looks: after a clock's the machine may have stood
-# still, and nobody has had the time.
-LOOK = 0.02
+LOOK = 0.02  # seconds between two looks
 LAST_WORDS = 60  # lines kept of each rank
 FORWARDED = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
 
@@ -76,7 +75,8 @@ def supervise(place: Place, argv: Sequence[str], program: Sequence[str] | None =
             for thread in (*pumps, *waits):
                 thread.start()
             ended_by_us = _outlive(children, exits, records)
-        _drain(pumps)
+        # the last output; not for ever, since a rank's own child may keep a pipe open
+        done_in_looks(lambda: not any(pump.is_alive() for pump in pumps), DRAIN, LOOK)
         return _conclude(children, ended_by_us, read_failures(records), received)
 
 
@@ -168,14 +168,6 @@ def _wait(child: Child, exits: queue.Queue[Child]) -> None:
     exits.put(child)
 
 
-def _drain(pumps: list[threading.Thread]) -> None:
-    """Lets the last output through; not for ever, since a rank's own child may keep a pipe open."""
-    for _ in range(round(DRAIN / LOOK)):
-        if not any(pump.is_alive() for pump in pumps):
-            return
-        time.sleep(LOOK)
-
-
 def _signal_all(children: list[Child], number: int) -> None:
     for child in children:
         if child.code is None:
@@ -227,10 +219,7 @@ def _outlive(children: list[Child], exits: queue.Queue[Child], records: str) -> 
     alive = [other for other in children if other.code is None]
     for sign, patience in ((signal.SIGTERM, TERM_WAIT), (signal.SIGKILL, 60.0)):
         _signal_all(alive, sign)
-        for _ in range(round(patience / LOOK)):
-            if not any(other.code is None for other in alive):
-                break
-            time.sleep(LOOK)
+        done_in_looks(lambda: all(other.code is not None for other in alive), patience, LOOK)
     return {other.rank for other in alive}
 
 

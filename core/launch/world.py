@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from core.launch.bell import Bell, address_towards
 from core.launch.failure import Failure, Reporter, leave
-from core.launch.hang import Progress
+from core.launch.hang import Progress, done_in_looks
 from core.launch.here import STARTED, reporter_for
 from core.launch.place import PARENT, LaunchError, Place
 from core.launch.rendezvous import circle_of, connect, meet
@@ -43,7 +43,7 @@ from core.launch.watch import Watch
 if TYPE_CHECKING:
     from core.comm import Group
 
-# Seconds for torch to take its groups apart, in looks: the machine may stand still meanwhile.
+# Seconds for torch to take its groups apart, and between looks.
 DESTROY_WAIT, LOOK = 10.0, 0.1
 
 
@@ -184,11 +184,9 @@ def stop(world: World, *, seconds: float = 60.0) -> None:
     world.watch.finish(seconds)
     taking_apart = threading.Thread(target=dist.destroy_process_group, daemon=True)
     taking_apart.start()
-    for _ in range(round(DESTROY_WAIT / LOOK)):
-        taking_apart.join(LOOK)
-        if not taking_apart.is_alive():
-            break
-    else:
+    if not done_in_looks(
+        lambda: not taking_apart.is_alive(), DESTROY_WAIT, LOOK, taking_apart.join
+    ):
         leave(0)
     sys.excepthook = sys.__excepthook__
 

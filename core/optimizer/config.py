@@ -12,6 +12,13 @@ from typing import Literal
 
 from core import optional
 
+# Names of each optimizer's state that has a parameter's shape: kept for every parameter, and saved.
+ARRAYS = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "apex_adam": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+}
+
 
 @dataclass(kw_only=True)
 class OptimizerConfig:

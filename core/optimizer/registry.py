@@ -1,4 +1,4 @@
-"""`OPTIMIZERS`: what --optimizer can be. A new one is a function and a line.
+"""`OPTIMIZERS`: what --optimizer can be. A new one is a function, a line, and one in config.py.
 
 Each is given a few long flat tensors in place of hundreds of small ones. The implementations are
 torch's, in their fused form, and NVIDIA apex's FusedAdam where the real one is installed.
@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
 from core import optional
-from core.optimizer.config import OptimizerConfig
+from core.optimizer.config import ARRAYS, OptimizerConfig
 
 Groups = list[dict]
 
@@ -114,11 +114,11 @@ class Recipe:
     takes_scale: bool = True
 
 
-_APEX = Recipe(apex_adamw, ("exp_avg", "exp_avg_sq"), step_in_group=True, takes_scale=False)
+_APEX = Recipe(apex_adamw, ARRAYS["apex_adam"], step_in_group=True, takes_scale=False)
 OPTIMIZERS = {
-    "adam": Recipe(adamw, ("exp_avg", "exp_avg_sq")),
+    "adam": Recipe(adamw, ARRAYS["adam"]),
     "apex_adam": _APEX,
-    "sgd": Recipe(sgd, ("momentum_buffer",)),
+    "sgd": Recipe(sgd, ARRAYS["sgd"]),
 }
 
 

@@ -93,7 +93,7 @@ def test_what_was_seen_is_kept_until_the_data_is_another():
     ],
 )
 def test_documents_trained_on_that_are_held_out_now(before, now, held_out, words):
-    said = leak_line("a", before, now, known(training=held_out))
+    said = leak_line("a", before, now, known(training=held_out), "validation")
     assert words in said and bool(said) == bool(words)
 
 

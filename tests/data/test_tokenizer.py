@@ -211,17 +211,23 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, kind, package):
         build_tokenizer(kind, tokenizer_model=str(tmp_path / "model"))
 
 
-def test_sentencepiece(tmp_path):
+def sentencepiece_model(folder, **options):
     sentencepiece = pytest.importorskip("sentencepiece")
-    (tmp_path / "text").write_text("the cat sat on the mat\n" * 50)
+    (folder / "text").write_text("the cat sat on the mat\n" * 50)
     sentencepiece.SentencePieceTrainer.train(
-        input=str(tmp_path / "text"),
-        model_prefix=str(tmp_path / "m"),
+        input=str(folder / "text"),
+        model_prefix=str(folder / "m"),
         vocab_size=20,
         model_type="bpe",
+        **options,
     )
+    return str(folder / "m.model")
+
+
+def test_sentencepiece(tmp_path):
+    model = sentencepiece_model(tmp_path)
     plain, llama = (
-        build_tokenizer(kind, tokenizer_model=str(tmp_path / "m.model"))
+        build_tokenizer(kind, tokenizer_model=model)
         for kind in ("GPTSentencePieceTokenizer", "Llama2Tokenizer")
     )
     ids = plain.encode("the cat")
@@ -236,18 +242,10 @@ def test_sentencepiece(tmp_path):
 
 
 def test_llama_needs_a_beginning_token(tmp_path):
-    sentencepiece = pytest.importorskip("sentencepiece")
-    (tmp_path / "text").write_text("the cat sat on the mat\n" * 50)
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(tmp_path / "text"),
-        model_prefix=str(tmp_path / "m"),
-        vocab_size=20,
-        model_type="bpe",
-        bos_id=-1,
-    )
+    model = sentencepiece_model(tmp_path, bos_id=-1)
     with pytest.raises(DataError, match=r"no beginning token .* GPTSentencePieceTokenizer"):
-        build_tokenizer("Llama2Tokenizer", tokenizer_model=str(tmp_path / "m.model"))
-    plain = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=str(tmp_path / "m.model"))
+        build_tokenizer("Llama2Tokenizer", tokenizer_model=model)
+    plain = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=model)
     assert plain.decode(plain.encode("the cat")) == "the cat"
 
 

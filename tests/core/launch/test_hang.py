@@ -5,7 +5,14 @@ import threading
 import pytest
 
 from core.comm.ledger import Ledger
-from core.launch.hang import AwakeClock, Progress, account, disagreements, judge
+from core.launch.hang import (
+    AwakeClock,
+    Progress,
+    account,
+    disagreements,
+    done_in_looks,
+    judge,
+)
 
 
 def answer(**changed):
@@ -187,3 +194,10 @@ def test_an_account_has_all_threads_and_the_last_calls() -> None:
     calls = text.splitlines()[-50:]
     assert calls[0] == "  tp call 11: all_reduce t10 float32 x 8"
     assert calls[-1] == "  tp call 60: all_reduce t59 float32 x 8"
+
+
+@pytest.mark.parametrize(("at", "done"), [(0, True), (3, True), (10, True), (11, False)])
+def test_a_wait_is_so_many_looks_long_whatever_the_clock(at, done):
+    pauses = []
+    assert done_in_looks(lambda: len(pauses) == at, 1.0, 0.1, pauses.append) is done
+    assert pauses == [0.1] * min(at, 10)
